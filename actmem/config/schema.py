@@ -1,25 +1,54 @@
 """The run configuration as typed, frozen sections: what may stand in the YAML, and nothing else.
 
-Every section forbids unknown keys. Reading a file, with line numbers and all faults at once, is `loading`'s work.
+Every section forbids unknown keys and values of another type. Reading a file, with line numbers and all faults at once,
+is the work of `actmem.config.loading`; the rules that tie several fields together are in `actmem.config.rules`. A
+`RunConfig` built by hand has its fields checked, but not those rules: `parse_config` takes a mapping and checks both.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+PresetName = Literal[
+    "qwen3-0.6b",
+    "qwen3-1.7b",
+    "qwen3-4b",
+    "qwen3-8b",
+    "qwen3-14b",
+    "qwen3-32b",
+    "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
+    "qwen3-tiny",
+    "qwen3-moe-tiny",
+]
+PRESET_NAMES: tuple[str, ...] = get_args(PresetName)
 
 Dtype = Literal["float32", "bfloat16"]
 PolicyName = Literal["none", "full", "mlp", "selective", "torch-full", "torch-sac"]
+Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _refuse_no_path(value: object) -> object:
+    if isinstance(value, str) and (not value or "\0" in value):
+        raise ValueError("is not a path")
+    return value
+
+
+# Strict pydantic takes no text for a path, and YAML has nothing else.
+PathField = Annotated[Path, Field(strict=False), BeforeValidator(_refuse_no_path)]
 
 
 class Section(BaseModel):
     """A frozen section of the YAML that admits no unknown key and no value of another type."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -28,8 +57,8 @@ class ModelConfig(Section):
     `config` may also stand beside `name`, where its fields replace the preset's. `dtype` is that of the parameters.
     """
 
-    name: str | None = None
-    path: Path | None = None
+    name: PresetName | None = None
+    path: PathField | None = None
     config: dict[str, object] | None = None
     dtype: Dtype = "float32"
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
@@ -38,41 +67,46 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """The text: files by glob, and how they become sequences of tokens.
+    """The text: files by glob, and how they become sequences of `sequence_length` tokens.
 
     `tokenizer` is a local directory; without one a byte-level BPE of `vocab_size` entries is trained once on the
     corpus and kept in `cache_dir`. `eval_share` of the documents is held out for evaluation.
     """
 
-    path: list[str]
+    path: Annotated[list[Text], Field(min_length=1)]
     sequence_length: Annotated[int, Field(ge=2)] = 1024
-    tokenizer: Path | None = None
+    tokenizer: PathField | None = None
     vocab_size: Annotated[int, Field(ge=257)] = 4096
-    eval_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
-    cache_dir: Path = Path(".actmem-cache")
+    eval_share: Fraction = 0.05
+    cache_dir: PathField = Path(".actmem-cache")
 
 
 class TrainConfig(Section):
-    """The training loop. `lr` warms up linearly over `warmup_steps`, then follows a cosine to `lr * min_lr_share`."""
+    """The training loop. `lr` warms up linearly over `warmup_steps`, then follows a cosine to `lr * min_lr_share`.
+
+    `eval_every` and `checkpoint_every` count optimizer steps; 0 means never. `device: auto` takes the accelerator
+    where there is one.
+    """
 
     steps: Positive = 100
     micro_batch_size: Positive = 1
     grad_accumulation: Positive = 1
     lr: Annotated[float, Field(gt=0.0)] = 3.0e-4
     min_lr_share: Share = 0.1
-    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    warmup_steps: Count = 10
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.95)
+    # A YAML sequence is a list: the pair itself is lax, its two numbers stay strict.
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
     grad_clip: Annotated[float, Field(gt=0.0)] | None = 1.0
     autocast: Literal["bfloat16"] | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
-    device: str = "auto"
-    eval_every: Annotated[int, Field(ge=0)] = 0
+    seed: Count = 0
+    device: Text = "auto"
+    eval_every: Count = 0
     eval_batches: Positive = 8
-    checkpoint_every: Annotated[int, Field(ge=0)] = 0
+    checkpoint_every: Count = 0
     keep_checkpoints: Positive = 2
     resume: bool = True
-    output_dir: Path = Path("runs/actmem")
+    output_dir: PathField = Path("runs/actmem")
 
 
 class MemoryConfig(Section):
@@ -89,5 +123,5 @@ class RunConfig(Section):
     data: DataConfig
     train: TrainConfig = TrainConfig()
     policy: PolicyName | None = None
-    plan: Path | None = None
+    plan: PathField | None = None
     memory: MemoryConfig = MemoryConfig()

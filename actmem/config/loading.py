@@ -1,0 +1,127 @@
+"""From a YAML file, a text or a mapping to a `RunConfig`, or to one `ConfigError` with every fault.
+
+    text -> Document -> overrides -> fields against the schema -> rules between fields -> RunConfig
+
+The steps pass faults on rather than stop at the first: a rule is skipped only where one of its own fields is at fault.
+Apart from looking whether the paths it names exist, nothing on the disk or a device is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from actmem.config.document import UNREADABLE, Document, Location, from_mapping, read_document
+from actmem.config.overrides import apply_overrides
+from actmem.config.rules import RULES
+from actmem.config.schema import RunConfig
+from actmem.config.translation import field_fault
+from actmem.errors import ConfigError, Fault
+
+_MAX_FILE_BYTES = 2**20
+_STAND_INS: dict[str, dict[str, object]] = {"model": {}, "data": {"path": ["*"]}}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run configuration in the YAML file at `path`, with overrides such as ``train.steps=20`` laid over it.
+
+    Relative paths in the file (`model.path`, `plan`, `data.path`, `data.tokenizer`, `data.cache_dir`,
+    `train.output_dir`) are seen from the current working directory, not from the file's.
+
+    Raises `ConfigError` with every fault of the file and the overrides.
+    """
+    try:
+        text = _read_text(Path(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError([_file_fault(path, error)], str(path)) from None
+    return parse_config(text, str(path), overrides)
+
+
+def parse_config(
+    text_or_mapping: str | Mapping[str, object], source: str | None = None, overrides: Sequence[str] = ()
+) -> RunConfig:
+    """The run configuration in a YAML text or a mapping of the same shape; `source` names it in messages.
+
+    Relative paths are seen from the current working directory. Raises `ConfigError` with every fault; those of a
+    mapping or an override have no line.
+    """
+    read = read_document(text_or_mapping) if isinstance(text_or_mapping, str) else from_mapping(text_or_mapping)
+    document = apply_overrides(read, overrides)
+    config, faults = _validate(document)
+    if config is None or faults:
+        raise ConfigError(sorted(faults, key=_file_order), source)
+    return config
+
+
+def _validate(document: Document) -> tuple[RunConfig | None, list[Fault]]:
+    """The configuration, as far as it is sound, and all faults; `None` where not even its sections can be told."""
+    value = document.value
+    if value is UNREADABLE:
+        return None, document.faults
+    if not isinstance(value, dict):
+        return None, [*document.faults, field_fault(document, "model_type", (), value)]
+    try:
+        config, faults, faulty = RunConfig.model_validate(value), [], set[Location]()
+    except ValidationError as error:
+        found = [(detail["type"], detail["loc"], detail["input"]) for detail in error.errors(include_url=False)]
+        faults = [field_fault(document, *one) for one in found if one[2] is not UNREADABLE]
+        faulty = {location[:2] for _, location, _ in found}
+        if () in faulty:
+            return None, [*document.faults, *faults]
+        config = _sound_part(value, faulty)
+    return config, [*document.faults, *faults, *_rule_faults(document, config, faulty)]
+
+
+def _sound_part(value: dict[str, object], faulty: set[Location]) -> RunConfig:
+    """The configuration with defaults or stand-ins for its faulty fields, so that rules can read the sound ones."""
+    sections: dict[str, object] = {**_STAND_INS}
+    for name, section in value.items():
+        if (name,) in faulty:
+            continue
+        if not isinstance(section, dict):
+            sections[name] = section
+            continue
+        sound = {key: entry for key, entry in section.items() if (name, key) not in faulty}
+        sections[name] = _STAND_INS.get(name, {}) | sound
+    return RunConfig.model_validate(sections)
+
+
+def _rule_faults(document: Document, config: RunConfig, faulty: set[Location]) -> list[Fault]:
+    faults = []
+    for rule in RULES:
+        fields = [tuple(field.split(".")) for field in rule.fields]
+        if any(field in faulty or field[:1] in faulty for field in fields):
+            continue
+        for found in rule.check(config):
+            location = tuple(found.field.split("."))
+            faults.append(document.fault(location, found.problem, value=found.value, allowed=found.allowed))
+    return faults
+
+
+def _file_order(fault: Fault) -> tuple[float, int]:
+    """By place; what has none, such as an override, comes last and keeps its order."""
+    return fault.line or float("inf"), fault.column or 0
+
+
+def _read_text(path: Path) -> str:
+    with path.open("rb") as file:
+        raw = file.read(_MAX_FILE_BYTES + 1)
+    if len(raw) > _MAX_FILE_BYTES:
+        raise ValueError("is larger than 1 MiB")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
+
+
+def _file_fault(path: str | Path, error: OSError | ValueError) -> Fault:
+    problem = str(error)
+    if isinstance(error, FileNotFoundError):
+        problem = "does not exist"
+    elif isinstance(error, IsADirectoryError):
+        problem = "is a directory"
+    elif isinstance(error, OSError):
+        problem = f"cannot be read: {error.strerror}"
+    return Fault(str(path), problem, str(path), "a YAML file in UTF-8")

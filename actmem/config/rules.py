@@ -1,0 +1,126 @@
+"""The rules that tie fields together, or a field to the disk; and the settings that have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from actmem.config.schema import RunConfig
+from actmem.errors import Fault
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """What a rule finds wrong, and at which dotted field."""
+
+    field: str
+    problem: str
+    value: object = None
+    allowed: str | None = None
+
+
+Check = Callable[[RunConfig], Iterator[Complaint]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check of the dotted `fields`; it means something only where each of them is sound by itself."""
+
+    fields: tuple[str, ...]
+    check: Check
+
+
+def _policy_or_plan(config: RunConfig) -> Iterator[Complaint]:
+    if config.policy is not None and config.plan is not None:
+        problem = f"is given beside policy: {config.policy}; both say what to save"
+        yield Complaint("plan", problem, config.plan, "one of policy and plan")
+
+
+def _some_model(config: RunConfig) -> Iterator[Complaint]:
+    model = config.model
+    if model.name is None and model.path is None and model.config is None:
+        allowed = "one of name (a preset), path (a directory) and config (fields)"
+        yield Complaint("model", "names no model", allowed=allowed)
+
+
+def _name_or_path(config: RunConfig) -> Iterator[Complaint]:
+    model = config.model
+    if model.name is not None and model.path is not None:
+        problem = f"is given beside model.name: {model.name}; each names a model"
+        yield Complaint("model.path", problem, model.path, "one of model.name and model.path")
+
+
+def _path_or_config(config: RunConfig) -> Iterator[Complaint]:
+    model = config.model
+    if model.path is not None and model.config is not None:
+        problem = "is given beside model.path, whose directory has a config of its own"
+        yield Complaint("model.config", problem, model.config, "model.config alone or beside model.name")
+
+
+def _warmup_within_steps(config: RunConfig) -> Iterator[Complaint]:
+    train = config.train
+    if "warmup_steps" in train.model_fields_set and train.warmup_steps > train.steps:
+        problem = f"{train.warmup_steps} warm-up steps are more than the {train.steps} steps of train.steps"
+        yield Complaint("train.warmup_steps", problem, train.warmup_steps, f"at most {train.steps}")
+
+
+def _model_directory(config: RunConfig) -> Iterator[Complaint]:
+    yield from _directory("model.path", config.model.path)
+
+
+def _tokenizer_directory(config: RunConfig) -> Iterator[Complaint]:
+    yield from _directory("data.tokenizer", config.data.tokenizer)
+
+
+def _plan_file(config: RunConfig) -> Iterator[Complaint]:
+    plan = config.plan
+    if plan is not None and not _holds(plan, Path.is_file):
+        problem = "is a directory" if _holds(plan, Path.is_dir) else "does not exist"
+        yield Complaint("plan", f"{str(plan)!r} {problem}", plan, "a plan file, seen from the working directory")
+
+
+def _directory(field: str, path: Path | None) -> Iterator[Complaint]:
+    if path is not None and not _holds(path, Path.is_dir):
+        problem = "is not a directory" if _holds(path, Path.exists) else "does not exist"
+        yield Complaint(field, f"{str(path)!r} {problem}", path, "a directory, seen from the working directory")
+
+
+def _holds(path: Path, test: Callable[[Path], bool]) -> bool:
+    """Whether the disk says yes; a name too long for it, or a place we may not look into, counts as a no."""
+    try:
+        return test(path)
+    except (OSError, ValueError):
+        return False
+
+
+RULES = (
+    Rule(("policy", "plan"), _policy_or_plan),
+    Rule(("model.name", "model.path", "model.config"), _some_model),
+    Rule(("model.name", "model.path"), _name_or_path),
+    Rule(("model.path", "model.config"), _path_or_config),
+    Rule(("train.steps", "train.warmup_steps"), _warmup_within_steps),
+    Rule(("model.path",), _model_directory),
+    Rule(("data.tokenizer",), _tokenizer_directory),
+    Rule(("plan",), _plan_file),
+)
+
+
+def idle_settings(config: RunConfig) -> tuple[Fault, ...]:
+    """Warnings: settings of a sound configuration that have no effect, or less than they seem to have.
+
+    They are `Fault`s without a line. Nothing stops a run that has them.
+    """
+    train, data = config.train, config.data
+    found = []
+    if train.warmup_steps > train.steps:
+        problem = f"the default of {train.warmup_steps} outlasts the {train.steps} steps; lr never reaches train.lr"
+        found.append(Fault("train.warmup_steps", problem, train.warmup_steps, f"at most {train.steps}"))
+    if "vocab_size" in data.model_fields_set and data.tokenizer is not None:
+        found.append(Fault("data.vocab_size", "has no effect beside data.tokenizer", data.vocab_size))
+    if "eval_batches" in train.model_fields_set and not train.eval_every:
+        found.append(Fault("train.eval_batches", "has no effect while train.eval_every is 0", train.eval_batches))
+    if "keep_checkpoints" in train.model_fields_set and not train.checkpoint_every:
+        problem = "has no effect while train.checkpoint_every is 0"
+        found.append(Fault("train.keep_checkpoints", problem, train.keep_checkpoints))
+    return tuple(found)

@@ -1,0 +1,139 @@
+"""What a fault says: values in short, places as dotted paths, and what the schema allows at a place, in words."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from actmem.config.schema import RunConfig
+
+_CLOSE_ENOUGH = 0.5  # 'fp32' for 'float32' is as far off as a slip still is
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+
+
+def dotted(location: Iterable[str | int]) -> str:
+    """``("data", "path", 0)`` as ``data.path[0]``."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            name = part if part.isprintable() and part else shown(part)
+            path += f".{name}" if path else name
+    return path or "top level"
+
+
+def shown(value: object) -> str:
+    """A value as the YAML would have it, on one line, shortened."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > 128:  # Python may refuse to print it
+        return f"a number of {value.bit_length()} bits"
+    return _short.repr(value)
+
+
+def kind_of(value: object) -> str:
+    """The sort of thing a YAML value is, with its article."""
+    kinds = {str: "text", bool: "a truth value", int: "a whole number", float: "a number", list: "a list"}
+    kinds |= {dict: "a section", type(None): "nothing"}
+    return kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def nearest(name: object, valid: Iterable[str]) -> str | None:
+    """The valid name most like `name`, if one is close; case and the `_`, `-` and blank between words do not count."""
+    if not isinstance(name, str):
+        return None
+    plain = {_plain(option): option for option in valid}
+    close = difflib.get_close_matches(_plain(name[:100]), plain, n=1, cutoff=_CLOSE_ENOUGH)
+    return plain[close[0]] if close else None
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "").replace(" ", "")
+
+
+@cache
+def _root() -> dict[str, Any]:
+    return RunConfig.model_json_schema()
+
+
+def _resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema a ``$ref`` stands for; for ``x | null`` the one of ``x``."""
+    if "$ref" in schema:
+        return _resolved(_root()["$defs"][schema["$ref"].rpartition("/")[2]])
+    if "anyOf" in schema:
+        return _resolved(schema["anyOf"][0])
+    return schema
+
+
+def _schema_at(location: Iterable[str | int]) -> dict[str, Any]:
+    schema = _root()
+    for part in location:
+        inside = _resolved(schema)
+        if isinstance(part, int):
+            entries = inside.get("prefixItems", [])
+            schema = entries[part] if part < len(entries) else inside.get("items", {})
+        else:
+            schema = inside.get("properties", {}).get(part, {})
+    return schema
+
+
+def keys_at(location: Iterable[str | int]) -> tuple[str, ...]:
+    """The keys that the section at `location` may have."""
+    return tuple(_resolved(_schema_at(location)).get("properties", ()))
+
+
+def names_at(location: Iterable[str | int]) -> tuple[str, ...]:
+    """The names that may stand at `location`, where the schema lists them."""
+    schema = _resolved(_schema_at(location))
+    return tuple(schema.get("enum", (schema["const"],) if "const" in schema else ()))
+
+
+def allowed_at(location: Iterable[str | int]) -> str | None:
+    """What may stand at `location`, in words; `None` where the schema says nothing about it."""
+    return _in_words(_schema_at(location)) or None
+
+
+def sections_with(key: str) -> tuple[str, ...]:
+    """The dotted paths, one section deep, at which `key` would be valid."""
+    return tuple(f"{section}.{key}" for section in keys_at(()) if key in keys_at((section,)))
+
+
+def _in_words(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return _in_words(_resolved(schema))
+    if "anyOf" in schema:
+        return " or ".join(filter(None, map(_in_words, schema["anyOf"])))
+    if "enum" in schema:
+        return ", ".join(schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    kind = schema.get("type")
+    if kind == "array":
+        return _list_in_words(schema)
+    if kind == "object":
+        keys = schema.get("properties")
+        return f"a section with the keys {', '.join(keys)}" if keys else "a section of keys and values"
+    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
+    words["string"] = "a path" if schema.get("format") == "path" else "text"
+    return f"{words.get(str(kind), '')} {_bounds(schema)}".strip()
+
+
+def _list_in_words(schema: dict[str, Any]) -> str:
+    if "prefixItems" in schema:
+        entries = [_in_words(entry) for entry in schema["prefixItems"]]
+        return f"a list of {len(entries)}: {'; '.join(entries)}"
+    return f"a list of {_in_words(schema['items'])}"
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    words = {"minimum": "of at least {}", "exclusiveMinimum": "above {}", "maximum": "of at most {}"}
+    words["exclusiveMaximum"] = "below {}"
+    return " and ".join(words[key].format(f"{schema[key]:g}") for key in words if key in schema)

@@ -1,0 +1,114 @@
+"""Rules between fields, beside whatever else is wrong; and settings without effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actmem.config.loading import parse_config
+from actmem.config.rules import idle_settings
+from actmem.errors import ConfigError
+
+DATA = "data: {path: [a]}\n"
+MODEL = "model: {name: qwen3-tiny}\n"
+
+
+def found(text: str) -> list[tuple[str, int | None, str]]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text)
+    return [(fault.path, fault.line, fault.problem) for fault in caught.value.faults]
+
+
+def test_policy_and_plan_exclude_each_other(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.touch()
+    text = f"{MODEL}{DATA}policy: full\nplan: {plan}\n"
+    assert found(text) == [("plan", 4, "is given beside policy: full; both say what to save")]
+    assert parse_config(text.replace("policy: full", "policy: null")).plan == plan
+
+
+def test_some_model_must_be_named() -> None:
+    assert found("model: {dtype: float32}\n" + DATA) == [("model", 1, "names no model")]
+
+
+def test_name_and_path_exclude_each_other_and_so_do_path_and_config(tmp_path: Path) -> None:
+    text = f"model:\n  name: qwen3-tiny\n  path: {tmp_path}\n  config: {{}}\n{DATA}"
+    assert found(text) == [
+        ("model.path", 3, "is given beside model.name: qwen3-tiny; each names a model"),
+        ("model.config", 4, "is given beside model.path, whose directory has a config of its own"),
+    ]
+    assert parse_config(f"model: {{name: qwen3-tiny, config: {{num_hidden_layers: 2}}}}\n{DATA}")
+
+
+def test_the_warm_up_fits_into_the_steps() -> None:
+    text = MODEL + DATA + "train:\n  steps: 5\n  warmup_steps: 6\n"
+    assert found(text) == [("train.warmup_steps", 5, "6 warm-up steps are more than the 5 steps of train.steps")]
+    assert parse_config(text.replace("6", "5"))
+    assert found(MODEL + DATA + "train: {warmup_steps: 101}")[0][0] == "train.warmup_steps"
+
+
+def test_paths_must_exist(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    text = f"model: {{path: {tmp_path}/nope}}\ndata: {{path: [a], tokenizer: {tmp_path}/file}}\nplan: {tmp_path}\n"
+    assert found(text) == [
+        ("model.path", 1, f"'{tmp_path}/nope' does not exist"),
+        ("data.tokenizer", 2, f"'{tmp_path}/file' is not a directory"),
+        ("plan", 3, f"'{tmp_path}' is a directory"),
+    ]
+
+
+def test_a_path_too_long_for_the_disk_does_not_exist() -> None:
+    assert found(f"{MODEL}{DATA}plan: {'x' * 5000}\n")[0][2].endswith("does not exist")
+
+
+def test_paths_are_seen_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    text = f"model: {{path: model}}\n{DATA}"
+    assert found(text)[0][0] == "model.path"
+    monkeypatch.chdir(tmp_path)
+    assert parse_config(text).model.path == Path("model")
+
+
+def test_rules_run_beside_faults_in_other_fields() -> None:
+    text = (
+        "model: {name: x, path: nope}\ndata: 3\ntrain: {lr: x, steps: 5, warmup_steps: 6}\npolicy: full\nplan: nope\n"
+    )
+    assert [path for path, _, _ in found(text)] == [
+        "model.name",
+        "model.path",
+        "data",
+        "train.lr",
+        "train.warmup_steps",
+        "plan",
+        "plan",
+    ]
+
+
+def test_a_rule_waits_until_its_own_fields_are_sound() -> None:
+    assert [path for path, _, _ in found(MODEL + DATA + "train: {steps: x, warmup_steps: 600}")] == ["train.steps"]
+    assert [path for path, _, _ in found(DATA + "model: 3\n")] == ["model"]
+    assert [path for path, _, _ in found(DATA + "model: {name: !odd x, dtype: x}\n")] == ["model.name", "model.dtype"]
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("train: {steps: 5}", "train.warmup_steps"),
+        ("train: {eval_batches: 3}", "train.eval_batches"),
+        ("train: {keep_checkpoints: 3}", "train.keep_checkpoints"),
+    ],
+)
+def test_settings_without_effect_are_warned_of(text: str, path: str) -> None:
+    (warning,) = idle_settings(parse_config(f"{MODEL}{DATA}{text}"))
+    assert warning.path == path
+
+
+def test_a_vocabulary_size_beside_a_tokenizer_has_no_effect(tmp_path: Path) -> None:
+    config = parse_config(f"{MODEL}data: {{path: [a], tokenizer: {tmp_path}, vocab_size: 300}}")
+    assert [warning.path for warning in idle_settings(config)] == ["data.vocab_size"]
+
+
+def test_settings_with_effect_are_not_warned_of() -> None:
+    train = "train: {eval_batches: 3, eval_every: 5, keep_checkpoints: 1, checkpoint_every: 5, warmup_steps: 100}"
+    assert idle_settings(parse_config(f"{MODEL}{DATA}{train}")) == ()
