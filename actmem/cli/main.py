@@ -1,0 +1,63 @@
+"""The `actmem` command: its subcommands, and how an error that reaches the top is shown.
+
+A subcommand's file imports torch, and whatever imports torch, inside its function, so that `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from actmem.cli.check import check
+from actmem.cli.screen import Screen
+from actmem.errors import ActmemError
+
+app = typer.Typer(
+    help="Train transformers in less memory: every saved tensor is saved, recomputed or swapped.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # help and errors quote what the user typed, which may hold brackets
+    pretty_exceptions_enable=False,
+)
+app.command()(check)
+
+
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        typer.echo(f"actmem {version('actmem')}")
+    except PackageNotFoundError:
+        typer.echo("actmem, run from its source without being installed")
+    raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def run() -> None:
+    """Entry point. Exit code 2 for an `ActmemError` or wrong usage, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file name need not fit the terminal's encoding
+    try:
+        app(prog_name="actmem")
+    except ActmemError as error:
+        Screen(stderr=True).error(error)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,82 @@
+"""What the commands print: aligned lines in plain words. Nothing a user typed is taken for markup."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from actmem.errors import ActmemError, ConfigError, Fault
+
+_PLAIN_WIDTH = 160  # columns when no terminal says how many it has, as in a log
+
+
+class Screen:
+    """Standard output, or standard error, of a command."""
+
+    def __init__(self, stderr: bool = False) -> None:
+        self._console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+        if not self._console.is_terminal and "COLUMNS" not in os.environ:
+            self._console.width = _PLAIN_WIDTH
+
+    def line(self, text: str, style: str = "") -> None:
+        """One line of text, wrapped where the terminal ends."""
+        self._console.print(Text(text, style=style))
+
+    def facts(self, facts: Mapping[str, str]) -> None:
+        """Names and values in two columns."""
+        table = Table.grid(padding=(0, 2))
+        for name, value in facts.items():
+            table.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
+        self._console.print(table)
+
+    def faults(self, faults: Iterable[Fault], style: str = "red") -> None:
+        """Line, path and problem in columns; below the problem what is allowed and the nearest valid name."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        for fault in faults:
+            where = "" if fault.line is None else f"line {fault.line}"
+            table.add_row(where, Text(fault.path, style="bold", overflow="fold"), _explained(fault, style))
+        self._console.print(table)
+
+    def error(self, error: ActmemError) -> None:
+        """An error, with all faults of a `ConfigError`."""
+        if isinstance(error, ConfigError):
+            self.line(f"{error.source or 'the configuration'}: {counted(len(error.faults), 'fault')}", style="bold")
+            self.faults(error.faults)
+        else:
+            self.line(f"error: {error}", style="red")
+
+
+def _explained(fault: Fault, style: str) -> Text:
+    text = Text(fault.problem, style=style, overflow="fold")
+    if fault.allowed is not None:
+        text.append(f"\nallowed: {fault.allowed}", style="default")
+    if fault.nearest is not None:
+        text.append(f"\nnearest: {fault.nearest}", style="green")
+    return text
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 fault``, ``2 faults``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def print_json(value: object) -> None:
+    """`value` as JSON on standard output; what JSON cannot hold, such as a path or infinity, as text."""
+    print(json.dumps(_jsonable(value), indent=2))
+
+
+def _jsonable(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(entry) for entry in value]
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)

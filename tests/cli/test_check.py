@@ -1,0 +1,180 @@
+"""`actmem check`, and what the `actmem` command does with errors and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from actmem.cli import main
+from actmem.errors import DataError
+
+REPOSITORY = Path(__file__).parents[2]
+SOUND = "model: {name: qwen3-tiny}\ndata: {path: [a.txt]}\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.yaml"
+    path.write_text(SOUND)
+    return path
+
+
+def check(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main.app, ["check", *map(str, arguments)])
+    return result.exit_code, result.stdout
+
+
+def lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def run_with(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["actmem", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    return int(ended.value.code or 0)
+
+
+def test_a_sound_configuration_is_summed_up(config: Path) -> None:
+    code, output = check(config, "train.micro_batch_size=4", "policy=full")
+    assert code == 0
+    assert lines(output) == [
+        f"{config}: no faults",
+        "model   qwen3-tiny, float32",
+        "data    a.txt",
+        "steps   100 of 4 x 1024 = 4096 tokens a process",
+        "plan    policy full",
+        "output  runs/actmem",
+    ]
+
+
+def test_faults_are_aligned_under_their_file(config: Path) -> None:
+    config.write_text(SOUND + "train:\n  steps: '10'\n  stepz: 3\n")
+    code, output = check(config, "policy=ful")
+    assert code == 2
+    shown = lines(output)
+    assert shown[:5] == [
+        f"{config}: 3 faults",
+        "line 4  train.steps  '10' is text",
+        "                     allowed: a whole number of at least 1",
+        "line 5  train.stepz  is not a key of train",
+        "                     allowed: steps, micro_batch_size, grad_accumulation, lr, min_lr_share, warmup_steps, "
+        "weight_decay, betas, grad_clip, autocast, seed,",
+    ]
+    assert shown[-3:] == [
+        "        policy       'ful' is not among the allowed names",
+        "                     allowed: none, full, mlp, selective, torch-full, torch-sac or null",
+        "                     nearest: full",
+    ]
+
+
+def test_warnings_alone_exit_with_1(config: Path) -> None:
+    code, output = check(config, "train.steps=5")
+    assert code == 1
+    assert lines(output)[0] == f"{config}: no faults, 1 warning"
+    assert "train.warmup_steps" in output
+
+
+def test_faults_as_json(config: Path) -> None:
+    config.write_text(SOUND + "train: {lr: .inf}\n")
+    code, output = check(config, "--json")
+    assert code == 2
+    found = json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert found["run"] is None
+    assert found["warnings"] == []
+    assert found["faults"] == [
+        {
+            "path": "train.lr",
+            "problem": "inf is not finite",
+            "value": "inf",
+            "allowed": "a number above 0",
+            "nearest": None,
+            "line": 3,
+            "column": 9,
+        }
+    ]
+
+
+def test_a_sound_configuration_as_json(config: Path) -> None:
+    code, output = check(config, "train.steps=20", "--json")
+    assert code == 0
+    found = json.loads(output)
+    assert (found["config"], found["faults"], found["run"]["train"]["steps"]) == (str(config), [], 20)
+
+
+def test_brackets_are_shown_as_they_are(config: Path) -> None:
+    config.write_text(SOUND.replace("qwen3-tiny", "'[/red]'") + "plan: '[bold]x[/bold]'\n'[link=x]': 3\n")
+    code, output = check(config)
+    assert code == 2
+    for text in ("'[/red]' is not", "'[bold]x[/bold]' does not exist", "line 4  [link=x] "):
+        assert text in output
+
+
+def test_a_missing_file_is_a_fault(config: Path) -> None:
+    code, output = check(config.parent / "[/b].yaml")
+    assert code == 2
+    assert "does not exist" in output
+
+
+def test_an_error_of_a_command_is_shown_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise DataError("the corpus [/red] is empty")
+
+    monkeypatch.setattr("actmem.cli.check.load_config", fail)
+    assert run_with(["check", "x.yaml"], monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "error: the corpus [/red] is empty\n")
+
+
+def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("actmem.cli.check.load_config", interrupt)
+    assert run_with(["check", "x.yaml"], monkeypatch) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["chekc"], ["check", "x.yaml", "--jsom"], ["[/b]"]])
+def test_wrong_usage_exits_with_2(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_with(arguments, monkeypatch) == 2
+    assert "Usage: actmem" in capsys.readouterr().err
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(main.app, ["--version"])
+    assert (result.exit_code, result.stdout.startswith("actmem")) == (0, True)
+
+
+def test_help_and_check_import_no_torch() -> None:
+    script = "import sys; from actmem.cli.main import run; run()"
+    probe = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {script}"
+    for arguments in (["--help"], ["check", "configs/dense.yaml"]):
+        done = subprocess.run(
+            [sys.executable, "-c", probe, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines()[-1] == "False", arguments
+
+
+def test_a_name_the_terminal_cannot_encode_is_escaped() -> None:
+    script = "from actmem.cli.main import run; run()"
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", script, "check", "köln.yaml"],
+        cwd=REPOSITORY,
+        env={"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "k\\xf6ln.yaml" in done.stdout or "k\\udcc3\\udcb6ln.yaml" in done.stdout
