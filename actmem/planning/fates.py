@@ -1,0 +1,89 @@
+"""From actions to fates: what a region holds until its backward pass, and which ops it re-runs.
+
+The rule: whatever the backward pass reads must be held, or be the output of an op that is re-run; and so must every
+input of an op that is re-run. Walking back from the packed values along the actions settles both at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from actmem.graph import RegionGraph
+from actmem.planning.plan import Action
+
+SAVED = "saved"
+INPUT = "input"
+
+
+@dataclass(frozen=True)
+class Fates:
+    """What becomes of one region call.
+
+    `replayed`: ops that the backward pass re-runs. `held`: storage -> why it is held (``saved`` by the plan, ``input``
+    of the region, or the reason for which it is always saved). `dropped`: storages that autograd wanted and that are
+    recomputed instead. Parameters are in none of them: somebody else owns them.
+    """
+
+    graph: RegionGraph
+    replayed: frozenset[int]
+    held: dict[int, str]
+    dropped: frozenset[int]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the region holds until its backward pass."""
+        return self.graph.num_bytes(set(self.held))
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes that autograd would have held and the plan recomputes."""
+        return self.graph.num_bytes(self.dropped)
+
+    @property
+    def held_bytes_by_reason(self) -> Counter[str]:
+        """`held_bytes`, split by the reason for holding them."""
+        totals: Counter[str] = Counter()
+        for storage, reason in self.held.items():
+            totals[reason] += self.graph.storages[storage].num_bytes
+        return totals
+
+
+def resolve(graph: RegionGraph, action_of: Callable[[str], Action]) -> Fates:
+    """The fates in `graph` when the op at each path gets the action that `action_of` names.
+
+    A storage follows the op that created it, and its views follow the storage.
+    """
+    replayed: set[int] = set()
+    held: dict[int, str] = {}
+    dropped: set[int] = set()
+    pending = list(dict.fromkeys(graph.packed))
+    packed = set(pending)
+    while pending:
+        index = pending.pop()
+        value = graph.values[index]
+        if graph.storages[value.storage].kind == "parameter":
+            continue
+        reason = _reason_to_hold(graph, value.storage, action_of)
+        if reason is not None:
+            held[value.storage] = reason
+            continue
+        if index in packed:
+            dropped.add(value.storage)
+        assert value.producer is not None, "a value from outside the region is always held"
+        if value.producer not in replayed:
+            replayed.add(value.producer)
+            pending.extend(graph.ops[value.producer].inputs)
+    return Fates(graph, frozenset(replayed), held, frozenset(dropped))
+
+
+def _reason_to_hold(graph: RegionGraph, index: int, action_of: Callable[[str], Action]) -> str | None:
+    storage = graph.storages[index]
+    if storage.kind == "input":
+        return INPUT
+    if storage.kept is not None:
+        return storage.kept
+    if not storage.edited and action_of(graph.ops[graph.creators[index]].path) is Action.SAVE:
+        return SAVED
+    return None

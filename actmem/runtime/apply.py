@@ -1,0 +1,157 @@
+"""`actmem.apply`: put a model under a plan, and take it off again."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+
+from actmem._compat import is_compiled
+from actmem.errors import ApplyError, PlanError
+from actmem.planning import POLICIES, Fingerprint, Plan
+from actmem.runtime.engine import Engine, PlanRules, PolicyRules, RuleSource, Verify, active_tape
+from actmem.runtime.functions import FunctionWrappers
+from actmem.runtime.intercept import Interception, Runner, is_planned
+from actmem.runtime.region import PlannedRegion
+from actmem.runtime.stats import Stats, collect
+from actmem.runtime.yardsticks import YARDSTICKS
+
+_functions = FunctionWrappers()
+
+
+class Applied:
+    """A model under a plan. Use it as a context manager, or call `remove` to take the plan off."""
+
+    def __init__(self, name: str, model: nn.Module, runners: dict[str, Runner], regions: dict[str, nn.Module]) -> None:
+        self.name = name
+        self._runners = runners
+        interception = Interception({regions[name]: runner for name, runner in runners.items()})
+        _functions.install(active_tape)
+        self._finish = weakref.finalize(model, _take_off, interception)
+
+    @property
+    def stats(self) -> Stats:
+        """What the plan did so far; without regions for torch's own ways of recomputing, which do not tell."""
+        return collect(runner.stats for runner in self._runners.values() if isinstance(runner, PlannedRegion))
+
+    def remove(self) -> None:
+        """Restore the model exactly; graphs built before still run their backward pass. May be called twice."""
+        self._finish()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _take_off(interception: Interception) -> None:
+    interception.remove()
+    _functions.uninstall()
+
+
+def apply(
+    model: nn.Module,
+    plan: str | Path | Plan,
+    *,
+    regions: Sequence[nn.Module | str] | None = None,
+    verify: Verify = "first",
+    strict_matching: bool = False,
+) -> Applied:
+    """Run the layers of `model` under a plan from now on.
+
+    `plan` is the name of a policy (``none``, ``full``, ``mlp``, ``selective``; ``torch-full`` and ``torch-sac`` are
+    torch's own ways, for comparison), a `Plan`, or the path of a plan file. `regions` are the modules, or their names,
+    whose calls get a tape each; by default the decoder layers of a Hugging Face model. `verify` compares hashes of
+    recomputed values with the originals: in the ``first`` call of each region with new shapes, ``always`` or ``off``.
+    With `strict_matching` a rule that matches no op is an error instead of a warning.
+
+    Raises `ApplyError` for a model that cannot be planned and `PlanError` for a plan that is malformed or made for
+    another model. Then the model is untouched.
+    """
+    found = _find(model, regions)
+    _refuse_conflicts(model, found)
+    if isinstance(plan, str) and plan in YARDSTICKS:
+        runner = YARDSTICKS[plan]()
+        return Applied(plan, model, dict.fromkeys(found, runner), found)
+    source = _rule_source(plan)
+    kinds = {name: region_kind(module) for name, module in found.items()}
+    if isinstance(source, PlanRules):
+        _check_plan(source.plan, fingerprint(model, found))
+    engine = Engine(model, source, len(found), verify, strict_matching)
+    planned = {name: PlannedRegion(name, layer, kinds[name], engine) for layer, name in enumerate(found)}
+    return Applied(source.name, model, dict(planned), found)
+
+
+def _rule_source(plan: str | Path | Plan) -> RuleSource:
+    if isinstance(plan, Plan):
+        return PlanRules(plan)
+    if isinstance(plan, str) and plan in POLICIES:
+        return PolicyRules(plan, POLICIES[plan])
+    if isinstance(plan, (str, Path)) and Path(plan).is_file():
+        return PlanRules(Plan.load(plan))
+    known = ", ".join([*POLICIES, *YARDSTICKS])
+    raise PlanError(f"{str(plan)!r} is neither a policy nor the path of a plan file; policies: {known}")
+
+
+def _find(model: nn.Module, regions: Sequence[nn.Module | str] | None) -> dict[str, nn.Module]:
+    if regions is None:
+        from actmem.models.regions import find_regions
+
+        return find_regions(model)
+    modules = dict(model.named_modules())
+    names = {id(module): name for name, module in modules.items()}
+    wanted = [each if isinstance(each, str) else names.get(id(each)) for each in regions]
+    unknown = [each for each, name in zip(regions, wanted, strict=True) if name not in modules]
+    if unknown or not wanted:
+        raise ApplyError(f"regions {unknown} are not modules of {type(model).__name__}; see model.named_modules()")
+    return {name: modules[name] for name in dict.fromkeys(name for name in wanted if name is not None)}
+
+
+def _refuse_conflicts(model: nn.Module, regions: dict[str, nn.Module]) -> None:
+    compiled = [name or type(model).__name__ for name, module in model.named_modules() if is_compiled(module)]
+    if compiled:
+        raise ApplyError(f"{', '.join(compiled[:3])} went through torch.compile; a plan needs the model as it was before")
+    nested = [(a, b) for a in regions for b in regions if a != b and b.startswith(f"{a}." if a else "")]
+    if nested:
+        raise ApplyError(f"region {nested[0][1]} lies inside region {nested[0][0]}; name only one of them")
+    checkpointed = [name for name, module in regions.items() if getattr(module, "gradient_checkpointing", False)]
+    if checkpointed:
+        raise ApplyError(
+            f"Hugging Face gradient checkpointing is on in {len(checkpointed)} layers ({checkpointed[0]}, …), so they "
+            "would be recomputed twice: call model.gradient_checkpointing_disable() first"
+        )
+    planned = [name for name, module in regions.items() if is_planned(module)]
+    if planned:
+        raise ApplyError(f"{planned[0]} is under a plan already; remove that one first")
+
+
+def region_kind(module: nn.Module) -> str:
+    """A name that is equal for regions of equal class and parameter shapes."""
+    shapes = [f"{name}{tuple(each.shape)}{each.dtype}" for name, each in module.named_parameters()]
+    classes = [type(each).__qualname__ for each in module.modules()]
+    digest = hashlib.sha256("\n".join([*shapes, *classes]).encode()).hexdigest()[:12]
+    return f"{type(module).__name__}-{digest}"
+
+
+def fingerprint(model: nn.Module, regions: dict[str, nn.Module]) -> Fingerprint:
+    """What a plan for this model must have been made for."""
+    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})
+    return Fingerprint(type(model).__name__, tuple(map(region_kind, regions.values())), tuple(dtypes))
+
+
+def _check_plan(plan: Plan, model: Fingerprint) -> None:
+    if plan.fingerprint is not None:
+        differences = plan.fingerprint.differences(model)
+        if differences:
+            raise PlanError("\n  ".join([f"the plan {plan.name} was made for another model:", *differences]))
+    count = len(model.regions)
+    beyond = [layer for rule in plan.rules for layer in rule.layers or () if layer >= count]
+    if beyond:
+        raise PlanError(f"the plan {plan.name} speaks of layer {max(beyond)}; the model has layers 0-{count - 1}")

@@ -1,0 +1,155 @@
+"""What kind of op an ATen call is: may it be replayed, and if not, why must its outputs be saved?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from actmem._compat import flop_registry, is_fake
+
+EDITED = "edited in place"
+RANDOM = "random"
+NON_DETERMINISTIC = "non-deterministic"
+INTEGER = "integer or bool"
+UNINITIALISED = "uninitialised memory"
+OPAQUE = "opaque autograd.Function"
+SUBCLASS = "unregistered tensor subclass"
+COMMUNICATION = "communication"
+
+# Kernels that write an operand although their schema says that they do not: all that a run over torch's operator
+# database found on the CPU, and their siblings on other devices (docs/decisions/0002-hidden-edits.md).
+_HIDDEN_EDITS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+_UNINITIALISED = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::empty_permuted",
+    "aten::empty_quantized",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::_empty_affine_quantized",
+}
+# Outputs share an input's storage although the schema declares no alias.
+_UNDECLARED_VIEWS = {
+    "aten::_unsafe_view",
+    "aten::unsafe_split",
+    "aten::unsafe_split_with_sizes",
+    "aten::unsafe_chunk",
+    "aten::lift_fresh",
+    "_c10d_functional::wait_tensor",
+}
+# Sums whose order of addition varies on an accelerator, so that a replay could differ in the last bit.
+_UNORDERED_ON_ACCELERATOR = {
+    "aten::bincount",
+    "aten::cumsum",
+    "aten::histc",
+    "aten::index_add",
+    "aten::index_put",
+    "aten::scatter_add",
+    "aten::scatter_reduce",
+}
+_COMMUNICATION_NAMESPACES = {"_c10d_functional", "c10d_functional", "c10d", "_dtensor"}
+_BUILT_IN_NAMESPACES = {"aten", "prims", "prim", *_COMMUNICATION_NAMESPACES}
+_ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The traits of one op overload.
+
+    `name` is how paths call it; `kept` says why its outputs must be saved (``None``: they may be replayed). `edits`
+    lists the operands, by position and name, that it writes. `custom` ops come from outside torch. `dropout` is the position of its dropout probability: such
+    an op is random exactly when that is not zero.
+    """
+
+    name: str
+    kept: str | None
+    view: bool
+    edits: tuple[tuple[int, str], ...]
+    compute_intensive: bool
+    custom: bool
+    dropout: int | None
+
+    def is_random(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this call draws random numbers that its kind alone does not tell of."""
+        if self.dropout is None:
+            return False
+        probability = args[self.dropout] if len(args) > self.dropout else kwargs.get("dropout_p", 0.0)
+        return bool(probability != 0.0)
+
+
+@cache
+def kind_of(func: OpOverload) -> Kind:
+    """The kind of an op overload."""
+    schema = func._schema
+    qualified = str(schema.name)
+    namespace, name = qualified.split("::")
+    edits = _edited_operands(func, qualified)
+    view = not edits and (qualified in _UNDECLARED_VIEWS or any(result.alias_info for result in schema.returns))
+    custom = namespace not in _BUILT_IN_NAMESPACES
+    attention = "scaled_dot_product" in name or name in {"_flash_attention_forward", "_efficient_attention_forward"}
+    dropout = next((i for i, a in enumerate(schema.arguments) if a.name == "dropout_p"), None) if attention else None
+    return Kind(
+        name=_ATTENTION if attention else name,
+        kept=None if view else _reason_to_keep(func, qualified, namespace, bool(edits), dropout is not None),
+        view=view,
+        edits=edits,
+        compute_intensive=attention or custom or func.overloadpacket in flop_registry,
+        custom=custom,
+        dropout=dropout,
+    )
+
+
+def replayable_function(name: str) -> Kind:
+    """The kind of a registered `torch.autograd.Function`."""
+    return Kind(name, kept=None, view=False, edits=(), compute_intensive=True, custom=True, dropout=None)
+
+
+def _edited_operands(func: OpOverload, qualified: str) -> tuple[tuple[int, str], ...]:
+    arguments = list(enumerate(func._schema.arguments))
+    if qualified in _HIDDEN_EDITS:
+        return tuple((index, argument.name) for index, argument in arguments)
+    return tuple(
+        (index, argument.name) for index, argument in arguments if argument.alias_info and argument.alias_info.is_write
+    )
+
+
+def _reason_to_keep(func: OpOverload, qualified: str, namespace: str, edits: bool, dropout: bool) -> str | None:
+    if edits:
+        return EDITED
+    if qualified in _UNINITIALISED:
+        return UNINITIALISED
+    if torch.Tag.nondeterministic_seeded in func.tags and not dropout:
+        return RANDOM
+    if qualified in _UNORDERED_ON_ACCELERATOR and torch.accelerator.is_available():
+        return NON_DETERMINISTIC
+    if torch.Tag.nondeterministic_bitwise in func.tags:
+        return NON_DETERMINISTIC
+    return COMMUNICATION if namespace in _COMMUNICATION_NAMESPACES else None
+
+
+_registered_subclasses: set[type] = set()
+
+
+def register_subclass(subclass: type[torch.Tensor]) -> None:
+    """Let ops on a tensor subclass be replayed. Its ops must be pure and its ``__torch_dispatch__`` must hold no state."""
+    _registered_subclasses.add(subclass)
+
+
+def are_replayable_types(types: tuple[type, ...]) -> bool:
+    """Whether every tensor subclass among the operands may be replayed."""
+    return all(is_fake(each) or each in _registered_subclasses or each in _distributed_types() for each in types)
+
+
+@cache
+def _distributed_types() -> frozenset[type]:
+    if not torch.distributed.is_available():
+        return frozenset()
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
+
+    return frozenset({DTensor, AsyncCollectiveTensor})

@@ -1,0 +1,259 @@
+"""The tape of a region's first call: it holds everything until the region has ended, then decides.
+
+What ops a layer runs is known only once it has run. The first call of each structure and shape therefore keeps every
+tensor to its end (one layer's worth, before any other layer has saved anything), turns what it saw into a
+`RegionGraph`, asks for the plan's rules, and settles every fate. Later calls follow the `Script` that comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from actmem._compat import flop_registry, local_storage, storage_id
+from actmem.graph import Op, RegionGraph, Storage, Value
+from actmem.planning import Fates
+from actmem.runtime.functions import running_opaque
+from actmem.runtime.kinds import (
+    EDITED,
+    INTEGER,
+    OPAQUE,
+    RANDOM,
+    SUBCLASS,
+    Kind,
+    are_replayable_types,
+    kind_of,
+    replayable_function,
+)
+from actmem.runtime.scope import Scope
+from actmem.runtime.tape import Handle, RegionCall, Tape
+from actmem.runtime.tape import Value as TapeValue
+
+
+@dataclass(frozen=True)
+class Script:
+    """What later calls of the same structure follow: the funcs in order, what to do at each, and the ops' paths."""
+
+    funcs: tuple[Callable[..., Any], ...]
+    steps: bytes
+    paths: tuple[str, ...]
+    num_packed: int
+    fates: Fates
+
+
+SKIP, RECORD, RECORD_UNLESS_RANDOM, EDIT = range(4)
+
+DETACH = torch.ops.aten.detach.default
+"""Torch detaches some results when somebody else refers to them, as a learning tape does. So detaches have no place in
+a script: they go on the tape exactly when what they detach is there."""
+
+
+class LearningTape(Tape):
+    """Records every op, holds every tensor, and settles fates when asked to."""
+
+    def __init__(self, call: RegionCall, region: nn.Module, owned: frozenset[int], *, verify: bool) -> None:
+        super().__init__(call, verify=verify)
+        self.scope = Scope(region)
+        self._owned = owned
+        self._tensors: list[Tensor] = []
+        self._made: dict[int, TapeValue] = {}
+        self._indices: dict[int, int] = {}
+        self._values: list[Value] = []
+        self._storages: list[Storage] = []
+        self._storage_indices: dict[int, int] = {}
+        self._ops: list[Op] = []
+        self._funcs: list[Callable[..., Any]] = []
+        self._steps = bytearray()
+        self._packed: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_suspended:
+            return func(*args, **kwargs)
+        kind = kind_of(func)
+        inputs = [self._index_of(each) for each in _tensors_in((*args, *kwargs.values()))]
+        if kind.edits:
+            self._mark_edited(kind, args, kwargs)
+            self.before_edit(kind, args, kwargs)
+        out = func(*args, **kwargs)
+        kept = reason_to_keep(kind, types, args, kwargs)
+        self._observe(func, kind, kept, inputs, args, kwargs, out)
+        return out
+
+    def observe_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
+        """A replayable Function has run: one op on the tape, and a compute-intensive one."""
+        inputs = [self._index_of(each) for each in _tensors_in((*args, *kwargs.values()))]
+        self._observe(func, replayable_function(name), None, inputs, args, kwargs, out)
+
+    def _observe(
+        self, func: Any, kind: Kind, kept: str | None, inputs: list[int], args: Any, kwargs: Any, out: Any
+    ) -> None:
+        """Note a call that has just run: in the graph always, on the tape if it may be replayed."""
+        path = self.scope.path_of(kind.name)
+        tensors = _tensors_in(out if isinstance(out, (list, tuple)) else (out,))
+        if kept is None and tensors:
+            self.record(func, path, args, kwargs, out)
+        outputs = [self._add_output(each, kept) for each in tensors]
+        self._add_op(kind, path, inputs, outputs, _flops(func, kind, args, kwargs, out))
+        self._funcs.append(func)
+        self._steps.append(EDIT if kind.edits else SKIP)
+        self._keep_made(tensors, outputs)
+
+    def pack(self, tensor: Tensor) -> Handle:
+        """Autograd's pack hook; the handle may still become either held or recomputed."""
+        self._packed.append(self._index_of(tensor))
+        return super().pack(tensor)
+
+    def graph(self) -> RegionGraph:
+        """What the region did."""
+        return RegionGraph(tuple(self._ops), tuple(self._values), tuple(self._storages), tuple(self._packed))
+
+    def settle(self, fates: Fates) -> Script:
+        """Let every tensor go that is to be recomputed, hold the others; returns the script for the calls to come."""
+        graph = fates.graph
+        for index, value in self._made.items():
+            storage = graph.values[index].storage
+            if storage in fates.held or graph.storages[storage].kind == "parameter":
+                value.op = None
+                value.tensor = self._tensors[index].detach()
+                value.version = value.tensor._version
+        self._count_uses(fates)
+        script = self._script(fates)
+        self.forget()
+        return script
+
+    def _script(self, fates: Fates) -> Script:
+        steps = bytearray(self._steps)
+        for position in fates.replayed:
+            steps[position] = RECORD_UNLESS_RANDOM if _is_conditional(self._funcs[position]) else RECORD
+        kept = [position for position, func in enumerate(self._funcs) if func is not DETACH]
+        return Script(
+            funcs=tuple(self._funcs[position] for position in kept),
+            steps=bytes(steps[position] for position in kept),
+            paths=tuple(self._ops[position].path for position in kept),
+            num_packed=self.num_packed,
+            fates=fates,
+        )
+
+    def forget(self) -> None:
+        """Let go of all tensors that are not held through a handle."""
+        self._tensors.clear()
+        self._made.clear()
+        self._indices.clear()
+        super().close()
+
+    def close(self) -> None:
+        """Nothing yet: `settle` or `forget` ends this tape, after the region's output has been returned to it."""
+
+    def _count_uses(self, fates: Fates) -> None:
+        for value in self._made.values():
+            value.uses = 0
+        for index, count in fates.graph.packed_counts.items():
+            if index in self._made:
+                self._made[index].uses += count
+        for position in fates.replayed:
+            for index in fates.graph.ops[position].inputs:
+                if index in self._made:
+                    self._made[index].uses += 1
+
+    def _keep_made(self, tensors: list[Tensor], outputs: list[int]) -> None:
+        for tensor, index in zip(tensors, outputs, strict=True):
+            value = self._known.get(id(tensor))
+            if value is not None and value.op is not None and value.origin() is tensor:
+                self._made[index] = value
+
+    def _add_op(self, kind: Kind, path: str, inputs: list[int], outputs: list[int], flops: int) -> None:
+        before = {self._values[index].storage for index in inputs}
+        view = not kind.edits and bool(outputs) and all(self._values[index].storage in before for index in outputs)
+        moved = 0 if view else sum(_num_bytes(self._tensors[index]) for index in (*inputs, *outputs))
+        op = Op(path, kind.name, tuple(inputs), tuple(outputs), view, kind.compute_intensive, flops, moved)
+        self._ops.append(op)
+
+    def _add_output(self, tensor: Tensor, kept: str | None) -> int:
+        known = self._indices.get(id(tensor))
+        if known is not None and kept != EDITED:
+            return known
+        if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+            kept = kept or INTEGER
+        return self._add_value(tensor, "op", kept, producer=len(self._ops))
+
+    def _index_of(self, tensor: Tensor) -> int:
+        index = self._indices.get(id(tensor))
+        if index is None:
+            owned = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
+            owned = owned or storage_id(tensor) in self._owned
+            index = self._add_value(tensor, "parameter" if owned else "input", None, producer=None)
+        return index
+
+    def _add_value(self, tensor: Tensor, origin: Any, kept: str | None, producer: int | None) -> int:
+        identity = storage_id(tensor)
+        storage = self._storage_indices.get(identity)
+        if storage is None:
+            storage = self._storage_indices[identity] = len(self._storages)
+            self._storages.append(Storage(local_storage(tensor).nbytes(), origin, kept))
+        index = self._indices[id(tensor)] = len(self._values)
+        self._values.append(Value(storage, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), producer))
+        self._tensors.append(tensor)
+        return index
+
+    def _mark_edited(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        """The operand's contents before the edit can be recomputed but not held; its memory is a new storage now."""
+        for position, name in kind.edits:
+            operand = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in _tensors_in((operand,)):
+                before = self._storage_indices.pop(storage_id(tensor), None)
+                if before is not None:
+                    storage = self._storages[before]
+                    if storage.kind == "op" and storage.kept is None:
+                        self._storages[before] = replace(storage, edited=True)
+                self._forget_views_of(before)
+
+    def _forget_views_of(self, storage: int | None) -> None:
+        for key, index in list(self._indices.items()):
+            if self._values[index].storage == storage:
+                del self._indices[key]
+
+
+def _is_conditional(func: Any) -> bool:
+    """Whether a recorded call must look at its arguments each time (dropout inside attention)."""
+    return isinstance(func, torch._ops.OpOverload) and kind_of(func).dropout is not None
+
+
+def reason_to_keep(kind: Kind, types: Any, args: Any, kwargs: Any) -> str | None:
+    """Why the outputs of this call must be saved whatever the plan says; ``None`` if they may be recomputed."""
+    if types and not are_replayable_types(types):
+        return SUBCLASS
+    if kind.is_random(args, kwargs):
+        return RANDOM
+    if kind.kept is None and not (kind.view or kind.custom) and running_opaque():
+        return OPAQUE
+    return kind.kept
+
+
+def _tensors_in(items: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for item in items:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found.extend(_tensors_in(item))
+    return found
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _flops(func: Any, kind: Kind, args: Any, kwargs: Any, out: Any) -> int:
+    packet = getattr(func, "overloadpacket", None)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if kind.dropout is not None:
+        batch, heads, queries, depth = args[0].shape
+        return int(4 * batch * heads * queries * args[1].shape[2] * depth)
+    return 0

@@ -1,0 +1,150 @@
+"""One region: which tape each of its calls gets."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from actmem.errors import ApplyError
+from actmem.planning import Fates, resolve
+from actmem.planning.plan import RuleSet
+from actmem.runtime.engine import Engine
+from actmem.runtime.following import ScriptedTape, StreamingTape
+from actmem.runtime.learning import LearningTape, Script
+from actmem.runtime.replay import unpack
+from actmem.runtime.stats import RegionStats
+from actmem.runtime.tape import RegionCall, ReplayCounters, Tape
+
+Course = Script | RuleSet | Literal["learn"]
+"""How calls of one key run: along a script, by asking the rules at each op, or learning."""
+
+
+class PlannedRegion:
+    """Runs the calls of one region under the engine's plan. It never refers to the module itself, which it must not
+    keep alive."""
+
+    def __init__(self, name: str, layer: int, kind: Hashable, engine: Engine) -> None:
+        self.counters = ReplayCounters()
+        self._stats = RegionStats(name, layer)
+        self._kind = kind
+        self._engine = engine
+        self._own: dict[Hashable, Course] = {}
+        self._seen: set[Hashable] = set()
+
+    @property
+    def stats(self) -> RegionStats:
+        """What the plan did to this region so far."""
+        for name in ReplayCounters.__slots__:
+            setattr(self._stats, name, getattr(self.counters, name))
+        return self._stats
+
+    def __call__(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of `module`."""
+        if torch.compiler.is_compiling():
+            raise ApplyError(f"{self._stats.name} is being compiled while a plan is applied: remove one of the two")
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if getattr(module, "gradient_checkpointing", False) and module.training:
+            raise ApplyError(
+                f"Hugging Face gradient checkpointing is on in {self._stats.name} as well as a plan, so it would be "
+                "recomputed twice: call model.gradient_checkpointing_disable(), or remove the plan"
+            )
+        return self._run(module, forward, args, kwargs, _key_of(module, args, kwargs))
+
+    def _run(self, module: nn.Module, forward: Any, args: Any, kwargs: Any, key: Hashable) -> Any:
+        self._stats.num_calls += 1
+        course = self._course(key)
+        verify = self._engine.verifies(first=key not in self._seen)
+        call = RegionCall(self._stats.name, _device_type(args, kwargs, module), self.counters)
+        self._seen.add(key)
+        if isinstance(course, Script):
+            if not course.fates.replayed:
+                return forward(*args, **kwargs)
+            return self._run_scripted(ScriptedTape(call, course, verify=verify), forward, args, kwargs, key)
+        if isinstance(course, RuleSet):
+            return self._run_streaming(StreamingTape(call, module, course.action_of, verify=verify), forward, args, kwargs)
+        tape = LearningTape(call, module, self._engine.owned_storages(), verify=verify)
+        return self._run_learning(tape, forward, args, kwargs, key)
+
+    def _course(self, key: Hashable) -> Course:
+        own = self._own.get(key)
+        if own is None:
+            own = self._engine.shared.get(self._shared_key(key), "learn")
+            if isinstance(own, Script) and key not in self._seen:
+                self._take(own.fates)
+        return own
+
+    def _run_scripted(self, tape: ScriptedTape, forward: Any, args: Any, kwargs: Any, key: Hashable) -> Any:
+        out = self._record(tape, forward, args, kwargs)
+        if tape.left_script:
+            self._own[key] = self._next_course(key)
+        return out
+
+    def _next_course(self, key: Hashable) -> Course:
+        """After a call left its script: learn a script of this region's own; after that failed too, ask the rules."""
+        own = self._own.get(key)
+        return self._engine.rules_of(own.fates) if isinstance(own, Script) else "learn"
+
+    def _run_streaming(self, tape: StreamingTape, forward: Any, args: Any, kwargs: Any) -> Any:
+        self._stats.num_streamed_calls += 1
+        with tape.scope.following():
+            return self._record(tape, forward, args, kwargs)
+
+    def _run_learning(self, tape: LearningTape, forward: Any, args: Any, kwargs: Any, key: Hashable) -> Any:
+        self._stats.num_learning_calls += 1
+        try:
+            with tape.scope.following():
+                out = self._record(tape, forward, args, kwargs)
+            graph = tape.graph()
+            rules = RuleSet(self._engine.source.rules(self._stats.layer, graph))
+            rules.meet(op.path for op in graph.ops)
+            fates = resolve(graph, rules.action_of)
+            script = tape.settle(fates)
+        finally:
+            tape.forget()
+        self._engine.remember(fates, rules)
+        self._take(fates)
+        if self._own.get(key) == "learn":
+            self._own[key] = script
+        else:
+            self._engine.shared[self._shared_key(key)] = script
+        return out
+
+    def _record(self, tape: Tape, forward: Any, args: Any, kwargs: Any) -> Any:
+        with self._engine.activate(tape), saved_tensors_hooks(tape.pack, unpack), tape:
+            return forward(*args, **kwargs)
+
+    def _take(self, fates: Fates) -> None:
+        self._stats.take(fates)
+        self._engine.note_matches(self._stats.layer, fates)
+
+    def _shared_key(self, key: Hashable) -> Hashable:
+        return (self._kind, self._engine.source.group(self._stats.layer), key)
+
+
+def _key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    device_type = _device_type(args, kwargs, module)
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    described = [_describe(arg) for arg in args]
+    described += [(name, _describe(arg)) for name, arg in kwargs.items()]
+    return (module.training, autocast, *described)
+
+
+def _describe(arg: Any) -> Hashable:
+    if isinstance(arg, Tensor):
+        return (type(arg), arg.shape, arg.dtype, arg.requires_grad)
+    if isinstance(arg, (tuple, list)):
+        return tuple([_describe(each) for each in arg])
+    return arg if arg is None or isinstance(arg, (bool, str)) else type(arg)
+
+
+def _device_type(args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> str:
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, Tensor):
+            return arg.device.type
+    parameter = next(module.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type

@@ -1,0 +1,143 @@
+"""Unpack: give autograd the tensor that a handle stands for, by running again just the ops that lead to it.
+
+Replay is lazy. A value is made when the backward pass first asks for it or for something made from it, kept while a
+handle or an op on the tape still has to read it, and let go after the last of them; so no op runs twice in one pass.
+When the count of uses has run out it is armed again, for a second pass over a retained graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmem._compat import below_autograd
+from actmem.errors import InPlaceEditError, ReplayMismatchError
+from actmem.runtime.digest import digest_of
+from actmem.runtime.tape import Handle, Op, Value
+
+
+def unpack(handle: Handle) -> Tensor:
+    """Autograd's unpack hook."""
+    value = handle.value
+    handle.call.counters.num_unpacks += 1
+    watched = handle.witness if handle.witness is not None else value.tensor
+    if type(watched) is weakref.ref:
+        watched = watched()
+    if watched is not None and watched._version != handle.version:
+        _refuse_edited(handle, watched._version)
+    if value.op is None:
+        assert value.tensor is not None
+        return value.tensor
+    tensor = value.memo
+    if tensor is None:
+        tensor = _produce_as_recorded(value, handle.call.device_type)
+    _count_use(value)
+    if value.digest is not None:
+        _verify(value, tensor, value.op)
+    return tensor
+
+
+def _produce_as_recorded(wanted: Value, device_type: str) -> Tensor:
+    """Make a value under the dispatch state in which the tape saw its ops: below autograd and autocast."""
+    with below_autograd():
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                return _produce(wanted)
+        return _produce(wanted)
+
+
+def _produce(wanted: Value) -> Tensor:
+    """Run the ops that `wanted` hangs on, none that has its result at hand, in an order that their inputs allow.
+
+    A stack instead of recursion: chains may be longer than Python's stack is deep.
+    """
+    pending = [wanted]
+    while pending:
+        value = pending[-1]
+        if value.memo is not None or value.op is None:
+            pending.pop()
+            continue
+        missing = [each for each in value.op.inputs if each.op is not None and each.memo is None]
+        if missing:
+            pending.extend(missing)
+        else:
+            pending.pop()
+            _run(value.op, value)
+    assert wanted.memo is not None
+    return wanted.memo
+
+
+def _run(op: Op, wanted: Value) -> None:
+    args = [_current(arg, op) for arg in op.args]
+    out = op.func(*args, **{name: _current(arg, op) for name, arg in op.kwargs.items()}) if op.kwargs else op.func(*args)
+    op.call.counters.num_replayed_ops += 1
+    if isinstance(out, Tensor):
+        wanted.memo = out
+    else:
+        assert isinstance(op.outputs, list)
+        for reference, tensor in zip(op.outputs, out, strict=True):
+            output = reference() if reference is not None else None
+            if output is not None:
+                output.memo = tensor
+    for value in op.inputs:
+        if value.op is not None:
+            _count_use(value)
+
+
+def _current(arg: Any, op: Op) -> Any:
+    if type(arg) is Value:
+        if arg.op is not None:
+            return arg.memo
+        assert arg.tensor is not None
+        if arg.tensor._version != arg.version:
+            _refuse_edited_source(arg, op)
+        return arg.tensor
+    if isinstance(arg, (list, tuple)):
+        return type(arg)([_current(each, op) for each in arg])
+    return arg
+
+
+def _count_use(value: Value) -> None:
+    value.done += 1
+    if value.done >= value.uses:
+        value.memo = None
+        value.done = 0
+
+
+def _verify(value: Value, tensor: Tensor, op: Op) -> None:
+    assert value.digest is not None
+    op.call.counters.num_verified += 1
+    if not value.digest.matches(digest_of(tensor)):
+        raise ReplayMismatchError(
+            f"recomputing {op.path} in {op.call.region} gave other numbers than the forward pass had "
+            f"(shape {tuple(tensor.shape)}, {tensor.dtype}): a kernel that torch cannot see wrote to this value or to "
+            f"one it is made from, or an op on the way is not deterministic; save it with the rule "
+            f"{{ops: '{op.path}', action: save}}, or the whole module, and report the op"
+        )
+
+
+def _refuse_edited(handle: Handle, found: int) -> None:
+    op = handle.value.op
+    what = f"the output of {op.path}" if op is not None else f"a saved tensor {_describe(handle.value.tensor)}"
+    raise InPlaceEditError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} in "
+        f"{handle.call.region} is at version {found}; expected version {handle.version} instead. Edit a clone, or use "
+        f"the out-of-place op"
+    )
+
+
+def _refuse_edited_source(value: Value, op: Op) -> None:
+    assert value.tensor is not None
+    raise InPlaceEditError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{_describe(value.tensor)}, from which {op.path} in {op.call.region} is recomputed, is at version "
+        f"{value.tensor._version}; expected version {value.version} instead. Edit a clone, or save "
+        f"{op.path} in the plan"
+    )
+
+
+def _describe(tensor: Tensor | None) -> str:
+    return "" if tensor is None else f"[{tensor.type()} {list(tensor.shape)}]"

@@ -1,0 +1,48 @@
+"""Which module of a region is running: the first half of an op's path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+
+class Scope:
+    """Follows the modules of one region while it runs, and names the ops they call.
+
+    Hooks on modules stay installed only while `following`, so that an ordinary call pays nothing for them.
+    """
+
+    def __init__(self, region: nn.Module) -> None:
+        self._names = {id(module): name for name, module in region.named_modules()}
+        self._stack = [""]
+        self._counts: Counter[str] = Counter()
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow the modules called within this context."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def path_of(self, op_name: str) -> str:
+        """The path of the op of this name that runs now; a second one of that name in a module gets ``#1``."""
+        path = f"{self._stack[-1]}.{op_name}" if self._stack[-1] else op_name
+        count = self._counts[path]
+        self._counts[path] += 1
+        return f"{path}#{count}" if count else path
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._names.get(id(module), self._stack[-1]))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if len(self._stack) > 1:
+            self._stack.pop()
