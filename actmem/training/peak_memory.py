@@ -1,0 +1,52 @@
+"""The most memory a run has used: from the allocator on an accelerator, from the kernel on the CPU."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Peak bytes since construction. `source` says of what: it belongs beside every figure.
+
+    On an accelerator it is what its allocator has handed out. On the CPU it is the resident set of the whole process,
+    which counts files mapped into memory and libraries too; where the kernel cannot start the mark anew, it reaches
+    back to the start of the process, and `source` says so.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type != "cpu":
+            self.source = f"{device.type} allocator"
+            torch.accelerator.reset_peak_memory_stats(device)
+        elif _restart_high_water_mark():
+            self.source = "resident set high-water mark"
+        else:
+            self.source = "resident set high-water mark since the process began"
+
+    def read_bytes(self) -> int:
+        if self._device.type != "cpu":
+            return torch.accelerator.max_memory_allocated(self._device)
+        return _high_water_mark_bytes()
+
+
+def _restart_high_water_mark() -> bool:
+    try:
+        _CLEAR_REFS.write_text("5")  # proc(5): resets VmHWM
+    except OSError:
+        return False
+    return True
+
+
+def _high_water_mark_bytes() -> int:
+    if _STATUS.exists():
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,36 @@
+"""The directory a run writes to: which file is where, and that only one run writes at a time."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from actmem.errors import CheckpointError
+
+
+class RunDirectory:
+    """Paths below a run's `train.output_dir`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.metrics = root / "metrics.jsonl"
+        self.checkpoints = root / "checkpoints"
+        self.model = root / "model"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory, made if need be, for one run; the kernel lets go of it when the process ends.
+
+        Raises `CheckpointError` where it cannot be written or another run holds it.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with (self.root / ".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"another run is writing to {self.root}; wait for it, or set another train.output_dir"
+            ) from error

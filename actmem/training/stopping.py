@@ -1,0 +1,48 @@
+"""Ctrl-C and SIGTERM as a wish to stop: the step in hand is finished and saved, and a second signal stops at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NOTICE = b"\nStopping after this step; once more stops at once, without saving.\n"
+
+
+class StopRequest:
+    """While entered, the first SIGINT or SIGTERM is noted in `signal_number` instead of ending the process.
+
+    The handlers that were there before come back at that first signal, so that the second does what it always did, and
+    when the block ends. Outside the main thread, where Python allows no handlers, nothing is caught.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def wanted(self) -> bool:
+        return self.signal_number is not None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.signal_number = number
+        self._restore()
+        os.write(2, _NOTICE)  # print may be what the signal interrupted
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}

@@ -1,0 +1,284 @@
+"""One run, from its configuration to a trained model on disk.
+
+RunConfig -> corpus, tokens -> model, optimizer -> checkpoint (if any) -> plan applied -> steps -> TrainResult
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from actmem.config.schema import RunConfig
+from actmem.errors import ActmemError, CheckpointError, DataError
+from actmem.models.building import build_model, model_fields
+from actmem.runtime import apply
+from actmem.training.checkpoint import Checkpoints
+from actmem.training.corpus import open_corpus
+from actmem.training.device import choose_device
+from actmem.training.loss import Loss, next_token_loss
+from actmem.training.metrics import EvalRecord, MetricsLog, StartRecord, StepRecord
+from actmem.training.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from actmem.training.packing import Batch, PackedSequences
+from actmem.training.peak_memory import PeakMemory
+from actmem.training.progress import TrainingProgress
+from actmem.training.random_state import seed_everything
+from actmem.training.run_directory import RunDirectory
+from actmem.training.sealed_directory import writing_directory
+from actmem.training.stopping import StopRequest
+from actmem.training.token_stream import open_token_stream
+from actmem.training.tokenizing import Tokenizer, open_tokenizer
+
+
+class NonFiniteError(ActmemError, FloatingPointError):
+    """A loss or gradient that is not a number; no optimizer step was taken with it."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to. `steps` counts those of earlier runs it went on from; `loss` is None where it took none.
+
+    `stopped_by` is the number of the signal that ended it early. `model_dir` holds the trained model and its tokenizer
+    in Hugging Face's format once all steps are done, `checkpoint` is the last one this run wrote.
+    """
+
+    steps: int
+    resumed_from: int
+    loss: float | None
+    eval_loss: float | None
+    stopped_by: int | None
+    peak_bytes: int
+    peak_source: str
+    metrics: Path
+    checkpoint: Path | None
+    model_dir: Path | None
+
+
+def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
+    """Train as `config` says, going on from the newest checkpoint in `train.output_dir` unless `train.resume` is off.
+
+    Ctrl-C or SIGTERM finishes the step in hand, saves a checkpoint and returns. `progress` shows the run on standard
+    error. Raises `DataError`, `ModelError`, `ApplyError`, `PlanError`, `CheckpointError`, and `NonFiniteError` for a
+    loss or gradient that is not finite.
+    """
+    directory = RunDirectory(config.train.output_dir)
+    with ExitStack() as stack:
+        stack.enter_context(directory.locked())
+        shown = stack.enter_context(TrainingProgress(config.train.steps, enabled=progress))
+        trainer = _Trainer(config, directory, shown)
+        trainer.resume()
+        stop = stack.enter_context(StopRequest())
+        with apply(
+            trainer.model, _plan(config), verify=config.memory.verify, strict_matching=config.memory.strict_matching
+        ):
+            trainer.run(stop)
+        return trainer.finish(stop)
+
+
+def _plan(config: RunConfig) -> str | Path:
+    return config.plan or config.policy or "none"
+
+
+class _Trainer:
+    """The parts of a run, and the steps over them. `step` counts the optimizer steps that are done."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, progress: TrainingProgress) -> None:
+        self.config = config
+        self.directory = directory
+        self.progress = progress
+        self.device = choose_device(config.train.device)
+        self.tokenizer, self.sequences, self.held_out = _open_data(config)
+        self.model = _build(config, self.tokenizer)
+        self.model.to(self.device)  # type: ignore[arg-type]  # its annotations are lost in a wrapper
+        self.optimizer = build_optimizer(self.model, config.train)
+        self.checkpoints = Checkpoints(
+            directory.checkpoints, self.model, self.optimizer, keep=config.train.keep_checkpoints, device=self.device
+        )
+        self.peak = PeakMemory(self.device)
+        self.step = self.resumed_from = 0
+        self.loss: float | None = None
+        self.eval_loss: float | None = None
+        self.checkpoint: Path | None = None
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, or start with seeded generators where there is none."""
+        seed_everything(self.config.train.seed)
+        if not self.config.train.resume:
+            self._refuse_earlier_run()
+        elif (resumed := self.checkpoints.resume()) is not None:
+            self.sequences.resume(resumed.position)
+            self.step = self.resumed_from = resumed.step
+            self.progress.say(f"resumed after step {self.step} from {resumed.path}")
+
+    def run(self, stop: StopRequest) -> None:
+        """Steps, with evaluations and checkpoints between them, until all are done or `stop` is wanted."""
+        settings = self.config.train
+        with MetricsLog(self.directory.metrics, step=self.step) as metrics:
+            metrics.write(self._start_record())
+            while self.step < settings.steps and not stop.wanted:
+                record = self._take_step()
+                metrics.write(record)
+                self.progress.show(record)
+                if self.held_out and self._is_due(settings.eval_every):
+                    metrics.write(self._evaluate())
+                if self._is_due(settings.checkpoint_every) or stop.wanted:
+                    self.checkpoint = self.checkpoints.save(self.step, self.sequences.position())
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self.step == self.config.train.steps)
+
+    def finish(self, stop: StopRequest) -> TrainResult:
+        """Write the model out where all steps are done, and say how the run ended."""
+        done = self.step >= self.config.train.steps
+        if done:
+            self._export()
+            self.progress.say(f"all {self.step} steps done; the model is in {self.directory.model}")
+        elif stop.signal_number is not None:
+            name = signal.Signals(stop.signal_number).name
+            self.progress.say(
+                f"stopped by {name} after step {self.step}; saved in {self.checkpoint}; run again to go on"
+            )
+        return TrainResult(
+            steps=self.step,
+            resumed_from=self.resumed_from,
+            loss=self.loss,
+            eval_loss=self.eval_loss,
+            stopped_by=None if done else stop.signal_number,
+            peak_bytes=self.peak.read_bytes(),
+            peak_source=self.peak.source,
+            metrics=self.directory.metrics,
+            checkpoint=self.checkpoint,
+            model_dir=self.directory.model if done else None,
+        )
+
+    def _take_step(self) -> StepRecord:
+        started = time.perf_counter()
+        step, settings = self.step + 1, self.config.train
+        rate = learning_rate(step, settings)
+        set_learning_rate(self.optimizer, rate)
+        loss, router_loss, num_tokens = self._accumulate_gradients()
+        if self.step == self.resumed_from:
+            self._warn_of_missing_gradients()
+        _refuse_non_finite("loss", loss, step)
+        norm = clip_gradients(self.model, settings.grad_clip)
+        _refuse_non_finite("gradient norm", norm, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step, self.loss = step, loss
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        seconds = time.perf_counter() - started
+        return StepRecord(
+            step=step,
+            loss=loss,
+            router_loss=router_loss,
+            learning_rate=rate,
+            grad_norm=norm,
+            num_tokens=num_tokens,
+            step_seconds=seconds,
+            tokens_per_second=num_tokens / seconds,
+            peak_bytes=self.peak.read_bytes(),
+        )
+
+    def _accumulate_gradients(self) -> tuple[float, float | None, int]:
+        """The gradients of one optimizer step; its mean cross-entropy, router loss and number of targets."""
+        settings = self.config.train
+        batches = [self.sequences.next_batch(settings.micro_batch_size) for _ in range(settings.grad_accumulation)]
+        num_targets = sum(batch.targets.numel() for batch in batches)
+        losses = []
+        for batch in batches:
+            loss = self._loss(batch, num_targets)
+            loss.total().backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detached())
+        router = [loss.router for loss in losses if loss.router is not None]
+        cross_entropy = torch.stack([loss.cross_entropy for loss in losses]).sum()
+        return float(cross_entropy), float(torch.stack(router).sum()) if router else None, num_targets
+
+    def _loss(self, batch: Batch, num_targets: int) -> Loss:
+        batch = batch.to(self.device)
+        autocast = self.config.train.autocast is not None
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
+            return next_token_loss(self.model, batch, num_targets=num_targets, kind=self.config.model.loss)
+
+    @torch.no_grad()
+    def _evaluate(self) -> EvalRecord:
+        self.model.eval()
+        num_targets = sum(batch.targets.numel() for batch in self.held_out)
+        losses = [self._loss(batch, num_targets).cross_entropy for batch in self.held_out]
+        self.eval_loss = float(torch.stack(losses).sum())
+        self.model.train()
+        self.progress.say(f"step {self.step}: held-out loss {self.eval_loss:.4f}")
+        return EvalRecord(self.step, self.eval_loss, num_targets)
+
+    def _warn_of_missing_gradients(self) -> None:
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if names:
+            warnings.warn(
+                f"{len(names)} trainable parameters got no gradient and will not change: {', '.join(names)}; "
+                "nothing in the loss depends on them, or their graph was cut; freeze them if that is meant",
+                stacklevel=2,
+            )
+
+    def _refuse_earlier_run(self) -> None:
+        if earlier := self.checkpoints.steps():
+            raise CheckpointError(
+                f"train.resume is false, yet {self.directory.root} holds the checkpoints of an earlier run, up to "
+                f"{earlier[-1].name}; set train.resume: true to go on, or another train.output_dir"
+            )
+
+    def _start_record(self) -> StartRecord:
+        return StartRecord(
+            step=self.step,
+            plan=str(_plan(self.config)),
+            device=str(self.device),
+            num_parameters=self.model.num_parameters(),
+            num_sequences=self.sequences.num_sequences,
+            peak_source=self.peak.source,
+        )
+
+    def _export(self) -> None:
+        self.model.config.use_cache = True  # off only while training
+        with writing_directory(self.directory.model) as directory:
+            self.model.save_pretrained(directory)
+            self.tokenizer.fast.save_pretrained(directory)
+
+
+def _open_data(config: RunConfig) -> tuple[Tokenizer, PackedSequences, list[Batch]]:
+    data, settings = config.data, config.train
+    corpus = open_corpus(data.path)
+    tokenizer = open_tokenizer(data, corpus)
+    stream = open_token_stream(data, corpus, tokenizer)
+    sequences = PackedSequences(stream.train, data.sequence_length, seed=settings.seed, identity=stream.identity)
+    if not settings.eval_every:
+        return tokenizer, sequences, []
+    if len(stream.held_out) <= data.sequence_length:
+        raise DataError(
+            f"the held-out text has {len(stream.held_out)} tokens, and one sequence needs {data.sequence_length + 1}; "
+            "raise data.eval_share, add text, or set train.eval_every: 0"
+        )
+    held_out = PackedSequences(stream.held_out, data.sequence_length, seed=settings.seed, identity=stream.identity)
+    return tokenizer, sequences, held_out.held_out_batches(settings.micro_batch_size, settings.eval_batches)
+
+
+def _build(config: RunConfig, tokenizer: Tokenizer) -> PreTrainedModel:
+    """The vocabulary fits the tokenizer; that of a preset stays where a tokenizer the user gave fits into it."""
+    vocab_size: int | None = tokenizer.vocab_size
+    if config.data.tokenizer is not None and config.model.name is not None:
+        preset = model_fields(config.model)["vocab_size"]
+        vocab_size = None if isinstance(preset, int) and preset >= tokenizer.vocab_size else vocab_size
+    return build_model(config.model, vocab_size=vocab_size, seed=config.train.seed)
+
+
+def _refuse_non_finite(what: str, value: float, step: int) -> None:
+    if not math.isfinite(value):
+        raise NonFiniteError(
+            f"the {what} of step {step} is {value}; that step was not taken, and earlier checkpoints are as they were; "
+            "lower train.lr, lengthen train.warmup_steps, or set train.grad_clip"
+        )
