@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 # One stamp an interpreter: naming another one starts a fresh environment.
-STAMP  := $(VENV)/installed-by-$(notdir $(PYTHON))
+STAMP  := $(VENV)/installed-by-$(subst /,_,$(PYTHON))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check fix bench docs

@@ -25,8 +25,8 @@ class Screen:
             self._console.width = _PLAIN_WIDTH
 
     def line(self, text: str, style: str = "") -> None:
-        """One line of text, wrapped where the terminal ends."""
-        self._console.print(Text(text, style=style))
+        """One line of text; where it is too long for the terminal, the terminal breaks it."""
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
     def facts(self, facts: Mapping[str, str]) -> None:
         """Names and values in two columns."""

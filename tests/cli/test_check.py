@@ -20,6 +20,7 @@ SOUND = "model: {name: qwen3-tiny}\ndata: {path: [a.txt]}\n"
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
     path = tmp_path / "run.yaml"
     path.write_text(SOUND)
     return path
