@@ -209,7 +209,7 @@ class _Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> EvalRecord:
-        self.model.eval()
+        self.model.eval()  # type: ignore[no-untyped-call]
         num_targets = sum(batch.targets.numel() for batch in self.held_out)
         losses = [self._loss(batch, num_targets).cross_entropy for batch in self.held_out]
         self.eval_loss = float(torch.stack(losses).sum())
