@@ -34,7 +34,7 @@ def train(
 
     from actmem.training.trainer import train as run_training
 
-    logging.disable_progress_bar()  # it would break into ours
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would break into ours
     result = run_training(run, progress=not no_progress)
     if as_json:
         print_json(asdict(result))
