@@ -138,11 +138,13 @@ class Checkpoints:
     def _restore_optimizer(self, tensors: dict[str, Tensor]) -> None:
         """By parameter name, since an optimizer numbers its parameters in an order that a later version may change."""
         names = {parameter: name for name, parameter in self._model.named_parameters()}
-        ordered = [names[parameter] for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
         state: dict[int, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             name, _, field = key.rpartition("/")
-            state.setdefault(ordered.index(name), {})[field] = value
+            # A copy: what safetensors loads is the file itself, mapped, which would then live as long as the run.
+            state.setdefault(numbers[name], {})[field] = value.clone()
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
