@@ -6,6 +6,7 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from actmem.errors import CheckpointError
 
@@ -25,12 +26,20 @@ class RunDirectory:
 
         Raises `CheckpointError` where it cannot be written or another run holds it.
         """
+        with self._open_lock() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    f"another run is writing to {self.root}; wait for it, or set another train.output_dir"
+                ) from error
+            yield
+
+    def _open_lock(self) -> IO[str]:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            with (self.root / ".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield
-        except BlockingIOError as error:
+            return (self.root / ".lock").open("w")
+        except OSError as error:
             raise CheckpointError(
-                f"another run is writing to {self.root}; wait for it, or set another train.output_dir"
+                f"train.output_dir {self.root} cannot be written: {error}; set a directory that can"
             ) from error

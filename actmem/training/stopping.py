@@ -44,5 +44,6 @@ class StopRequest:
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # None stands for a handler that Python did not install and cannot put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}

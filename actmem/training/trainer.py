@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from actmem.config.schema import RunConfig
+from actmem.config.schema import DataConfig, RunConfig
 from actmem.errors import ActmemError, CheckpointError, DataError
 from actmem.models.building import build_model, model_fields
 from actmem.runtime import apply
 from actmem.training.checkpoint import Checkpoints
 from actmem.training.corpus import open_corpus
 from actmem.training.device import choose_device
+from actmem.training.export import export_model
 from actmem.training.loss import Loss, next_token_loss
 from actmem.training.metrics import EvalRecord, MetricsLog, StartRecord, StepRecord
 from actmem.training.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
@@ -31,9 +32,8 @@ from actmem.training.peak_memory import PeakMemory
 from actmem.training.progress import TrainingProgress
 from actmem.training.random_state import seed_everything
 from actmem.training.run_directory import RunDirectory
-from actmem.training.sealed_directory import writing_directory
 from actmem.training.stopping import StopRequest
-from actmem.training.token_stream import open_token_stream
+from actmem.training.token_stream import TokenStream, open_token_stream
 from actmem.training.tokenizing import Tokenizer, open_tokenizer
 
 
@@ -138,7 +138,7 @@ class _Trainer:
         """Write the model out where all steps are done, and say how the run ended."""
         done = self.step >= self.config.train.steps
         if done:
-            self._export()
+            export_model(self.model, self.tokenizer, self.directory.model)
             self.progress.say(f"all {self.step} steps done; the model is in {self.directory.model}")
         elif stop.signal_number is not None:
             name = signal.Signals(stop.signal_number).name
@@ -243,28 +243,32 @@ class _Trainer:
             peak_source=self.peak.source,
         )
 
-    def _export(self) -> None:
-        self.model.config.use_cache = True  # off only while training
-        with writing_directory(self.directory.model) as directory:
-            self.model.save_pretrained(directory)
-            self.tokenizer.fast.save_pretrained(directory)
-
 
 def _open_data(config: RunConfig) -> tuple[Tokenizer, PackedSequences, list[Batch]]:
-    data, settings = config.data, config.train
-    corpus = open_corpus(data.path)
-    tokenizer = open_tokenizer(data, corpus)
-    stream = open_token_stream(data, corpus, tokenizer)
-    sequences = PackedSequences(stream.train, data.sequence_length, seed=settings.seed, identity=stream.identity)
+    """The tokenizer, the training sequences, and the batches to evaluate on: none where there is no evaluation."""
+    settings, length = config.train, config.data.sequence_length
+    tokenizer, stream = _open_tokens(config.data)
+    sequences = PackedSequences(stream.train, length, seed=settings.seed, identity=stream.identity)
     if not settings.eval_every:
         return tokenizer, sequences, []
-    if len(stream.held_out) <= data.sequence_length:
+    if len(stream.held_out) <= length:
         raise DataError(
-            f"the held-out text has {len(stream.held_out)} tokens, and one sequence needs {data.sequence_length + 1}; "
+            f"the held-out text has {len(stream.held_out)} tokens, and one sequence needs {length + 1}; "
             "raise data.eval_share, add text, or set train.eval_every: 0"
         )
-    held_out = PackedSequences(stream.held_out, data.sequence_length, seed=settings.seed, identity=stream.identity)
+    held_out = PackedSequences(stream.held_out, length, seed=settings.seed, identity=stream.identity)
     return tokenizer, sequences, held_out.held_out_batches(settings.micro_batch_size, settings.eval_batches)
+
+
+def _open_tokens(config: DataConfig) -> tuple[Tokenizer, TokenStream]:
+    corpus = open_corpus(config.path)
+    try:
+        tokenizer = open_tokenizer(config, corpus)
+        return tokenizer, open_token_stream(config, corpus, tokenizer)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir {config.cache_dir} cannot be used: {error}; free space, or set one that can be written"
+        ) from error
 
 
 def _build(config: RunConfig, tokenizer: Tokenizer) -> PreTrainedModel:

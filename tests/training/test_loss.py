@@ -102,6 +102,15 @@ def test_bfloat16_states_still_give_a_float32_loss_and_good_gradients() -> None:
         assert (found - expected).norm() < 0.02 * expected.norm()
 
 
+def test_without_gradients_the_loss_is_the_same() -> None:
+    hidden, weight, targets = head_inputs(torch.float32)
+    expected = chunked_cross_entropy(hidden, weight, targets)
+    with torch.no_grad():
+        loss = chunked_cross_entropy(hidden, weight, targets)
+    assert not loss.requires_grad
+    assert torch.equal(loss, expected)
+
+
 def test_all_targets_ignored_gives_zero_loss_and_zero_gradients() -> None:
     hidden, weight, targets = head_inputs(torch.float32)
     loss = chunked_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED))

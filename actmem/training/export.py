@@ -1,0 +1,31 @@
+"""The trained model on disk, as any user of Hugging Face loads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from actmem.errors import CheckpointError
+from actmem.training.sealed_directory import writing_directory
+from actmem.training.tokenizing import Tokenizer
+
+
+def export_model(model: PreTrainedModel, tokenizer: Tokenizer, target: Path) -> None:
+    """Write `model` and its tokenizer to the directory `target`, whole or not at all, in place of what was there.
+
+    Raises `CheckpointError` where it cannot be written.
+    """
+    model.config.use_cache = True  # off only while training
+    try:
+        with writing_directory(target) as directory:
+            model.save_pretrained(directory)
+            tokenizer.fast.save_pretrained(directory)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the trained model cannot be written to {target}: {error}; free space and start the run again: it goes on "
+            "from its last checkpoint"
+        ) from error
+    finally:
+        model.config.use_cache = False
