@@ -21,6 +21,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from actmem.training.packing import Batch
 
 IGNORED = -100
+# Rows in a chunk: with fewer, reading the head's weight and adding to its gradient takes longer than the products.
+_LEAST_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Te
     """The sum over rows of ``cross_entropy(hidden @ weight.T, targets)``, without ever holding all logits.
 
     `hidden` is (rows, features), `weight` (vocabulary, features), `targets` (rows) int64, where -100 counts nothing.
-    Returns a float32 scalar. A chunk of logits takes about as many elements as `hidden`. Under autocast the product
-    is taken in autocast's dtype, as a linear layer would. Gradients of gradients are not supported.
+    Returns a float32 scalar. A chunk of logits has about as many elements as `hidden`, and at least 128 rows. Under
+    autocast the product is in autocast's dtype, as that of a linear layer. Gradients of gradients are not supported.
     """
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
@@ -92,7 +94,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         rows, features = hidden.shape
-        num_chunks = min(rows, -(-weight.shape[0] // features))
+        num_chunks = -(-rows // max(_LEAST_ROWS, rows * features // weight.shape[0]))
         wants_hidden, wants_weight, _ = ctx.needs_input_grad
         hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         # Accumulated over chunks, so in float32 whatever the dtype of the weight.
@@ -107,7 +109,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mm(logits_grad, weight, out=hidden_grad[start : start + len(states)])
             if weight_grad is not None:
-                weight_grad += logits_grad.T @ states
+                _add_product(weight_grad, logits_grad.T, states)
             start += len(states)
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
         return total
@@ -131,6 +133,14 @@ def _cross_entropy_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor
     gradient = log_probabilities.exp_()
     gradient.scatter_add_(1, index, torch.full_like(index, -1, dtype=gradient.dtype))
     return loss, gradient.mul_(counted).to(logits.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, without a temporary as large as `total` where the dtypes allow."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
