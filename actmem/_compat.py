@@ -2,10 +2,21 @@
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["dispatch_off", "flop_registry", "is_fake", "local_storage", "replay_state", "version_of"]
+__all__ = [
+    "FakeTensorMode",
+    "allocations",
+    "below_autograd",
+    "dispatch_off",
+    "dtensor_functions",
+    "flop_registry",
+    "is_compiled",
+    "is_fake",
+    "local_storage",
+    "storage_id",
+]
 
 dispatch_off = torch._C._DisableTorchDispatch
 """Context in which no dispatch mode and no tensor subclass sees an op."""
@@ -48,3 +59,12 @@ def dtensor_functions() -> tuple[type[torch.autograd.Function], ...]:
     from torch.distributed.tensor._redistribute import Redistribute
 
     return (Redistribute, _ToTorchTensor, _FromTorchTensor)
+
+
+def allocations(profiled: torch.profiler.profile) -> list[tuple[int, int]]:
+    """Time (ns) and size of each allocation that a finished profile saw, in order of time; negative where memory was
+    given back."""
+    results = profiled.profiler.kineto_results if profiled.profiler is not None else None
+    assert results is not None, "the profile has not been stopped"
+    events = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
+    return sorted(events, key=lambda event: event[0])

@@ -7,6 +7,7 @@
     ├── ModelError (ValueError)          a model that cannot be built or loaded
     ├── DataError (ValueError)           a corpus or tokenizer that cannot be used
     ├── CheckpointError (ValueError)     a checkpoint that cannot be written, read or resumed
+    ├── MeasurementError (RuntimeError)  a figure that could not be measured as it must be
     ├── InPlaceEditError (RuntimeError)  a tensor edited in place after the backward pass came to need it
     └── ReplayMismatchError (RuntimeError)  a recomputed value that differs from the one it stands for
 
@@ -80,6 +81,10 @@ class DataError(ActmemError, ValueError):
 
 class CheckpointError(ActmemError, ValueError):
     """A checkpoint that cannot be written, read or resumed from."""
+
+
+class MeasurementError(ActmemError, RuntimeError):
+    """A figure that could not be measured in a way that makes it comparable."""
 
 
 class InPlaceEditError(ActmemError, RuntimeError):

@@ -21,6 +21,7 @@ LAYERS = (
     {"runtime"},
     {"tracing"},
     {"training"},
+    {"measuring"},
     {"reporting"},
     {"cli"},
 )

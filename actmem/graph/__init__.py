@@ -1,5 +1,6 @@
-"""What one region call does, as data: ops, values, storages. No torch in here."""
+"""What the layers of a model do, as data: ops, values, storages. No torch in here."""
 
+from actmem.graph.model import Graph
 from actmem.graph.region import Op, RegionGraph, Storage, Value
 
-__all__ = ["Op", "RegionGraph", "Storage", "Value"]
+__all__ = ["Graph", "Op", "RegionGraph", "Storage", "Value"]

@@ -12,6 +12,7 @@ from torch import nn
 
 from actmem._compat import is_compiled
 from actmem.errors import ApplyError, PlanError
+from actmem.graph import RegionGraph
 from actmem.planning import POLICIES, Fingerprint, Plan
 from actmem.runtime.engine import Engine, PlanRules, PolicyRules, RuleSource, Verify, active_tape
 from actmem.runtime.functions import FunctionWrappers
@@ -37,6 +38,12 @@ class Applied:
     def stats(self) -> Stats:
         """What the plan did so far; without regions for torch's own ways of recomputing, which do not tell."""
         return collect(runner.stats for runner in self._runners.values() if isinstance(runner, PlannedRegion))
+
+    @property
+    def graphs(self) -> dict[str, RegionGraph]:
+        """What each region does, by the region's name; regions that have not been called yet are left out."""
+        planned = {name: runner for name, runner in self._runners.items() if isinstance(runner, PlannedRegion)}
+        return {name: runner.graph for name, runner in planned.items() if runner.graph is not None}
 
     def remove(self) -> None:
         """Restore the model exactly; graphs built before still run their backward pass. May be called twice."""

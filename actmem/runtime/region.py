@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from actmem.errors import ApplyError
+from actmem.graph import RegionGraph
 from actmem.planning import Fates, resolve
 from actmem.planning.plan import RuleSet
 from actmem.runtime.engine import Engine
@@ -29,6 +30,7 @@ class PlannedRegion:
 
     def __init__(self, name: str, layer: int, kind: Hashable, engine: Engine) -> None:
         self.counters = ReplayCounters()
+        self.graph: RegionGraph | None = None
         self._stats = RegionStats(name, layer)
         self._kind = kind
         self._engine = engine
@@ -119,6 +121,7 @@ class PlannedRegion:
             return forward(*args, **kwargs)
 
     def _take(self, fates: Fates) -> None:
+        self.graph = fates.graph
         self._stats.take(fates)
         self._engine.note_matches(self._stats.layer, fates)
 

@@ -1,0 +1,42 @@
+"""The graph of a whole model: what each of its layers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actmem.graph.region import RegionGraph
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`layers`: module path of each layer -> its kind, in the order of the model; `kinds`: kind -> what a call of such
+    a layer does. Layers are of one kind when they run the same ops on the same shapes."""
+
+    layers: Mapping[str, str]
+    kinds: Mapping[str, RegionGraph]
+
+    def of_layer(self, name: str) -> RegionGraph:
+        """What one layer does."""
+        return self.kinds[self.layers[name]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `from_dict` reads it back."""
+        return {"layers": dict(self.layers), "kinds": {kind: graph.to_dict() for kind, graph in self.kinds.items()}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Graph:
+        """The graph that `to_dict` wrote."""
+        return cls(dict(data["layers"]), {kind: RegionGraph.from_dict(graph) for kind, graph in data["kinds"].items()})
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict()), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Graph:
+        """Read the graph that `save` wrote."""
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -1,0 +1,144 @@
+"""Policies side by side on one model: peak memory, step time, what they hold, and that they give the same numbers.
+
+A step is one forward and backward pass. Gradients stand from one step to the next, as they do under gradient
+accumulation, so that a peak is that of activations and workspace alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from actmem.errors import MeasurementError
+from actmem.graph import Graph
+from actmem.measuring.agreement import Reference
+from actmem.measuring.floor import peak_floor_bytes, unplanned_fates
+from actmem.measuring.interleave import Timing, interleave
+from actmem.measuring.peak import measure_peak
+from actmem.measuring.result import BASELINE, BenchResult, Holdings, PolicyResult
+from actmem.runtime import Applied, Stats, apply
+from actmem.tracing import trace
+from actmem.training.loss import next_token_loss
+from actmem.training.packing import Batch
+
+WARM_UP = 2  # a layer whose first call was an exception is learned again in the second
+OnStep = Callable[[str], None]
+
+
+def run_bench(
+    model: PreTrainedModel,
+    batch: Batch,
+    policies: Sequence[str],
+    *,
+    setting: str = "",
+    rounds: int = 5,
+    loss: Literal["standard", "chunked"] = "standard",
+    autocast: torch.dtype | None = None,
+    on_step: OnStep = lambda policy: None,
+) -> BenchResult:
+    """Measure `policies`, names as `actmem.apply` takes them, on `model` and one `batch` on the model's device.
+
+    ``none``, the model without any plan, is always measured, and first. The model keeps its weights; its gradients are
+    overwritten. `on_step` hears of each of the `num_steps` steps that follow one another. Raises `MeasurementError`
+    where a step leaves memory behind, `PlanError` for an unknown policy, `ApplyError` for a model that cannot be
+    planned.
+    """
+    names = list(dict.fromkeys([BASELINE, *policies]))
+    casting = torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None)
+
+    def forward(model: PreTrainedModel) -> Tensor:
+        with casting:
+            return next_token_loss(model, batch, num_targets=batch.targets.numel(), kind=loss).total()
+
+    with casting:
+        graph = trace(model, {"input_ids": batch.inputs, "use_cache": False, "logits_to_keep": 1})
+    with ExitStack() as stack:
+        contenders = [stack.enter_context(_Contender(model, name, forward)) for name in names]
+        steps = {each.policy: each.step for each in contenders}
+        timings = interleave(steps, model.device, rounds=rounds, warm_up=WARM_UP, on_run=on_step)
+        reference = Reference(model, contenders[0].step)
+        results = [_measure(each, reference, timings[each.policy], graph, on_step) for each in contenders]
+    floor = peak_floor_bytes(graph, results[0].peak_bytes)
+    return BenchResult(setting, batch.inputs.numel(), tuple(results), floor)
+
+
+def num_steps(policies: Sequence[str], rounds: int) -> int:
+    """How often `run_bench` calls `on_step`."""
+    return len({BASELINE, *policies}) * (WARM_UP + rounds + 2)
+
+
+class _Contender:
+    """One policy, on modules of its own around the model's own parameters, so that all can be planned at once."""
+
+    def __init__(self, model: PreTrainedModel, policy: str, forward: Callable[[PreTrainedModel], Tensor]) -> None:
+        self.policy = policy
+        self._forward = forward
+        self._model = _with_own_modules(model)
+        self._applied: Applied | None = None
+
+    def __enter__(self) -> _Contender:
+        if self.policy != BASELINE:
+            self._applied = apply(self._model, self.policy, verify="off")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._applied is not None:
+            self._applied.remove()
+
+    def step(self) -> Tensor:
+        """One forward and backward pass; returns the loss."""
+        loss = self._forward(self._model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def measure_memory(self, graph: Graph) -> tuple[int, Holdings | None]:
+        """The peak of one step, and what its layers held."""
+        before = self._num_replayed_ops()
+        try:
+            peak = measure_peak(self.step, self._model.device)
+        except MeasurementError as error:
+            raise MeasurementError(f"policy {self.policy}: {error}") from error
+        if self._applied is None:
+            return peak.peak_bytes, _unplanned_holdings(graph)
+        if not self._applied.stats.regions:
+            return peak.peak_bytes, None
+        return peak.peak_bytes, _holdings(self._applied.stats, self._num_replayed_ops() - before)
+
+    def _num_replayed_ops(self) -> int:
+        return 0 if self._applied is None else self._applied.stats.num_replayed_ops
+
+
+def _measure(
+    contender: _Contender, reference: Reference, timing: Timing, graph: Graph, on_step: OnStep
+) -> PolicyResult:
+    agreement = reference.compare(contender.step)
+    on_step(contender.policy)
+    peak_bytes, holdings = contender.measure_memory(graph)
+    on_step(contender.policy)
+    return PolicyResult(contender.policy, peak_bytes, timing, agreement, holdings)
+
+
+def _with_own_modules(model: PreTrainedModel) -> PreTrainedModel:
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def _unplanned_holdings(graph: Graph) -> Holdings:
+    reasons: Counter[str] = Counter()
+    for name in graph.layers:
+        reasons.update(unplanned_fates(graph.of_layer(name)).held_bytes_by_reason)
+    return Holdings(held_bytes=reasons.total(), dropped_bytes=0, held_bytes_by_reason=dict(reasons), num_replayed_ops=0)
+
+
+def _holdings(stats: Stats, num_replayed_ops: int) -> Holdings:
+    reasons: Counter[str] = Counter()
+    for region in stats.regions:
+        reasons.update(region.held_bytes_by_reason)
+    return Holdings(stats.held_bytes, stats.dropped_bytes, dict(reasons), num_replayed_ops)

@@ -1,0 +1,106 @@
+"""The peak of device memory within one step, above what stood before it.
+
+On an accelerator the allocator counts it. On the CPU nobody does, so the profiler notes each allocation, and the
+highest running sum is the peak, exact to the byte. Neither counts what a library allocates past torch's allocators.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from actmem._compat import allocations
+from actmem.errors import MeasurementError
+from actmem.units import format_bytes
+
+ALLOWED_LEFT_BYTES = 64 * 1024
+"""What may be left when a step is over: scalars, and the small constants that libraries keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """`peak_bytes`: the most that a step had allocated at once; `left_bytes`: what of it was there at the end."""
+
+    peak_bytes: int
+    left_bytes: int
+
+
+def measure_peak(step: Callable[[], object], device: torch.device) -> Peak:
+    """Run `step` once and measure it. What it returns is dropped before the end.
+
+    Run it before, so that gradients stand and caches are filled. The garbage collector is off meanwhile: cycles that it
+    happens to free in mid-step would flatter the peak. Raises `MeasurementError` if more than `ALLOWED_LEFT_BYTES` are
+    left when the step is over.
+    """
+    with _collector_off():
+        peak = _measure_on_cpu(step) if device.type == "cpu" else _measure_on_accelerator(step, device)
+    if peak.left_bytes > ALLOWED_LEFT_BYTES:
+        raise MeasurementError(
+            f"{format_bytes(peak.left_bytes)} are left when the step is over, of a peak of "
+            f"{format_bytes(peak.peak_bytes)}; allowed: {format_bytes(ALLOWED_LEFT_BYTES)}; run the step once before "
+            "it is measured, and look for a reference cycle or a cache that holds on to activations"
+        )
+    return peak
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _measure_on_cpu(step: Callable[[], object]) -> Peak:
+    profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _without_chatter():
+        profiled.start()
+    try:
+        step()
+    finally:
+        with _without_chatter():
+            profiled.stop()
+    standing = list(accumulate((size for _, size in allocations(profiled)), initial=0))
+    return Peak(max(standing), standing[-1])
+
+
+def _measure_on_accelerator(step: Callable[[], object], device: torch.device) -> Peak:
+    torch.accelerator.synchronize(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
+    step()
+    torch.accelerator.synchronize(device)
+    peak = torch.accelerator.max_memory_allocated(device) - before
+    return Peak(peak, torch.accelerator.memory_allocated(device) - before)
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Drop the lines that the profiler writes to the process's standard error when it starts and stops.
+
+    It writes from C++ past `sys.stderr`, and no setting of it keeps it from that; any other line is passed on.
+    """
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            caught.seek(0)
+            os.write(stderr, b"".join(line for line in caught if not line.startswith(b"USDT:")))
+            os.close(stderr)
