@@ -43,7 +43,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One trained tokenizer for all runs of the session."""
+    """One trained tokenizer for all tests."""
     return tmp_path_factory.mktemp("cache")
 
 
