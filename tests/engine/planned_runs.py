@@ -213,3 +213,33 @@ def assert_same_buffers(planned: nn.Module, unplanned: nn.Module) -> None:
     assert mine.keys() == theirs.keys()
     for name, expected in theirs.items():
         assert torch.equal(mine[name], expected), f"buffer {name}"
+
+
+Outcome = dict[str, Tensor]
+
+
+def assert_same_outcome(
+    model: nn.Module,
+    policy: str,
+    scenario: Callable[[nn.Module, int], Outcome],
+    *,
+    num_rounds: int = 3,
+    **options: Any,
+) -> Applied:
+    """A scenario, run on a planned and an unplanned copy of a model, gives the same tensors in each of some rounds.
+
+    The first round learns and the later ones follow what was learned. The scenario gets the model and the round's
+    number; gradients are cleared and the random state is reset before it.
+    """
+    planned, applied = planned_copy(model, policy, **options)
+    unplanned = copy.deepcopy(model)
+    with applied:
+        for number in range(num_rounds):
+            outcomes = []
+            for each in (planned, unplanned):
+                each.zero_grad(set_to_none=True)
+                torch.manual_seed(number)
+                outcomes.append(scenario(each, number))
+            assert_same_tensors(*outcomes, f"{policy}, round {number}: ")
+    assert_same_buffers(planned, unplanned)
+    return applied
