@@ -1,0 +1,118 @@
+"""Why each op of a layer is saved, recomputed or neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from actmem.graph import Op, RegionGraph, Value
+from actmem.planning import Fates
+from actmem.planning.fates import INPUT, SAVED
+
+INPUT_PATH = "(input)"
+_SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """One op, or an input that the layer holds.
+
+    `output` is shape and dtype of its (first) output. `held_bytes` stay until the backward pass, `dropped_bytes` would
+    without the plan. `action` is ``save``, ``recompute`` or empty for an op that the backward pass never asks for.
+    """
+
+    path: str
+    output: str
+    held_bytes: int
+    dropped_bytes: int
+    flops: int
+    moved_bytes: int
+    action: str
+    reason: str
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs for each byte read or written; ``None`` where there are none to count."""
+        return self.flops / self.moved_bytes if self.flops and self.moved_bytes else None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The rows of one layer; `layers` are the indices of all that run the same ops under the same rules."""
+
+    kind: str
+    layers: tuple[int, ...]
+    plan: str
+    rows: tuple[OpRow, ...]
+
+    @property
+    def total(self) -> OpRow:
+        """The sums over all rows."""
+        return OpRow(
+            path="total",
+            output="",
+            held_bytes=sum(row.held_bytes for row in self.rows),
+            dropped_bytes=sum(row.dropped_bytes for row in self.rows),
+            flops=sum(row.flops for row in self.rows),
+            moved_bytes=sum(row.moved_bytes for row in self.rows),
+            action="",
+            reason="",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        rows = [asdict(row) | {"intensity": row.intensity} for row in self.rows]
+        return {"kind": self.kind, "layers": self.layers, "plan": self.plan, "rows": rows, "total": asdict(self.total)}
+
+
+def explain(fates: Fates) -> tuple[OpRow, ...]:
+    """A row for each input that is held, then for each op, in order. A storage counts at the op that created it, so
+    that the bytes add up."""
+    return (*_input_rows(fates), *(_op_row(fates, index) for index in range(len(fates.graph.ops))))
+
+
+def _input_rows(fates: Fates) -> Iterator[OpRow]:
+    graph = fates.graph
+    for index, reason in fates.held.items():
+        if reason == INPUT:
+            value = next(value for value in graph.values if value.storage == index)
+            size = graph.storages[index].num_bytes
+            yield OpRow(INPUT_PATH, _described(value), size, 0, 0, 0, "save", "input of the layer")
+
+
+def _op_row(fates: Fates, index: int) -> OpRow:
+    graph, op = fates.graph, fates.graph.ops[index]
+    made = _storages_made_by(graph, index)
+    held = made & fates.held.keys()
+    reasons = {fates.held[storage] for storage in held}
+    return OpRow(
+        path=op.path,
+        output=_described(graph.values[op.outputs[0]]) if op.outputs else "",
+        held_bytes=graph.num_bytes(held),
+        dropped_bytes=graph.num_bytes(made & fates.dropped),
+        flops=op.flops,
+        moved_bytes=op.moved_bytes,
+        action="recompute" if index in fates.replayed else "save" if held else "",
+        reason=_reason(op, index in fates.replayed, reasons),
+    )
+
+
+def _storages_made_by(graph: RegionGraph, index: int) -> set[int]:
+    outputs = {graph.values[output].storage for output in graph.ops[index].outputs}
+    return {storage for storage in outputs if graph.creators.get(storage) == index}
+
+
+def _reason(op: Op, replayed: bool, held: set[str]) -> str:
+    """An op of several outputs may be replayed for one and have another held; then it has both reasons."""
+    kept = ["saved by plan" if reason == SAVED else f"always saved: {reason}" for reason in sorted(held)]
+    if op.view:
+        kept.append("view")
+    elif replayed:
+        kept.append("recomputed")
+    return ", ".join(kept) or "not needed"
+
+
+def _described(value: Value) -> str:
+    shape = "x".join(map(str, value.shape)) or "scalar"
+    return f"{shape} {_SHORT_DTYPES.get(value.dtype, value.dtype)}"

@@ -1,0 +1,127 @@
+"""Plots fit for a slide, as PNG and SVG. Nothing here touches matplotlib's global state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from actmem.measuring.result import BASELINE, BenchResult, PolicyResult
+from actmem.reporting.labels import Label, Point, place_labels
+from actmem.runtime.yardsticks import YARDSTICKS
+
+_SIZE_INCHES = (8.0, 4.8)
+_DPI = 200
+_INK, _MUTED, _FAINT = "#222222", "#6b7280", "#d1d5db"
+_OURS, _TORCH = "#0b62a4", "#c2570c"
+_SERIES = ("#0b62a4", "#c2570c", "#2f7d4f", "#7b4fa3")
+_TITLE, _TEXT, _TICKS = 14, 12, 10.5
+_MARKERS = (("o", _OURS), ("s", _TORCH))
+_MIB = 2**20
+
+
+def plot_bench(result: BenchResult, *paths: str | Path) -> None:
+    """Peak memory over step time, a point a policy, written to each of `paths` in the format of its suffix.
+
+    Our policies are dots, torch's own ways squares, the unplanned model is a ring. A line joins the policies that no
+    other beats in both; bars show the quartiles of the step time.
+    """
+    figure, axes = _new_figure()
+    axes.set_title(result.setting, loc="left", fontsize=_TITLE, color=_INK, pad=14)
+    axes.set_xlabel("step time (ms)", fontsize=_TEXT, color=_INK)
+    axes.set_ylabel("peak memory of a step (MiB)", fontsize=_TEXT, color=_INK)
+    best = [_point(each) for each in pareto(result.policies)]
+    axes.plot(*zip(*best, strict=True), color=_FAINT, linewidth=2, zorder=1)
+    for each in result.policies:
+        _draw(axes, each)
+    axes.margins(x=0.14, y=0.12)
+    axes.set_ylim(bottom=0)
+    labels = [Label(each.policy, _point(each), _color(each)) for each in result.policies]
+    place_labels(axes, labels, [*pairwise(best), *map(_quartile_bar, result.policies)], size=_TEXT)
+    _explain_markers(axes)
+    _save(figure, paths)
+
+
+def plot_losses(losses: Mapping[str, Sequence[float]], *paths: str | Path) -> None:
+    """Training loss over steps, a line a run, each named at its end; written to each of `paths`."""
+    figure, axes = _new_figure()
+    axes.set_xlabel("step", fontsize=_TEXT, color=_INK)
+    axes.set_ylabel("training loss (nats a token)", fontsize=_TEXT, color=_INK)
+    colors = [_SERIES[index % len(_SERIES)] for index in range(len(losses))]
+    for series, color in zip(losses.values(), colors, strict=True):
+        axes.plot(range(1, len(series) + 1), series, color=color, linewidth=2)
+    axes.set_xlim(0, 1.35 * max(map(len, losses.values())))  # the names stand to the right of the lines
+    ends = [(float(len(series)), series[-1]) for series in losses.values()]
+    place_labels(axes, [Label(*each) for each in zip(losses, ends, colors, strict=True)], size=_TEXT)
+    _save(figure, paths)
+
+
+def pareto(policies: Sequence[PolicyResult]) -> list[PolicyResult]:
+    """The policies that no other equals or beats in both peak and median step time, fastest first."""
+    best: list[PolicyResult] = []
+    for each in sorted(policies, key=_point):
+        if not best or each.peak_bytes < best[-1].peak_bytes:
+            best.append(each)
+    return best
+
+
+def _new_figure() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_MUTED)
+    axes.tick_params(labelsize=_TICKS, color=_MUTED, labelcolor=_INK)
+    axes.grid(axis="y", color=_FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _draw(axes: Axes, each: PolicyResult) -> None:
+    x, y = _point(each)
+    color = _color(each)
+    axes.plot(
+        *zip(*_quartile_bar(each), strict=True), color=color, linewidth=1.2, alpha=0.5, zorder=2, solid_capstyle="butt"
+    )
+    marker = "s" if each.policy in YARDSTICKS else "o"
+    face = "white" if each.policy == BASELINE else color
+    axes.plot([x], [y], marker, markersize=9, markerfacecolor=face, markeredgecolor=color, markeredgewidth=2, zorder=3)
+
+
+def _explain_markers(axes: Axes) -> None:
+    """In the lower left, where no policy can be: it would have to be fast and small."""
+    ours, theirs = (
+        Line2D([], [], linestyle="", markersize=8, marker=marker, color=color) for marker, color in _MARKERS
+    )
+    axes.legend(
+        [ours, theirs],
+        ["actmem", "torch"],
+        loc="lower left",
+        frameon=False,
+        fontsize=_TICKS,
+        labelcolor=_INK,
+        handletextpad=0.2,
+    )
+
+
+def _point(each: PolicyResult) -> Point:
+    return each.timing.median * 1e3, each.peak_bytes / _MIB
+
+
+def _quartile_bar(each: PolicyResult) -> tuple[Point, Point]:
+    first, third = each.timing.quartiles
+    return (first * 1e3, each.peak_bytes / _MIB), (third * 1e3, each.peak_bytes / _MIB)
+
+
+def _color(each: PolicyResult) -> str:
+    return _TORCH if each.policy in YARDSTICKS else _INK if each.policy == BASELINE else _OURS
+
+
+def _save(figure: Figure, paths: Sequence[str | Path]) -> None:
+    for path in map(Path, paths):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

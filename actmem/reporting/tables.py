@@ -1,0 +1,146 @@
+"""Tables for the terminal: numbers to the right, units in the heads."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from actmem.measuring.result import BenchResult, PolicyResult
+from actmem.planning.plan import to_ranges
+from actmem.reporting.explanation import Explanation, OpRow
+from actmem.units import format_bytes
+
+NOTHING = "-"
+_MIB = 2**20
+_SCALES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"))
+_BENCH_HEADS = (
+    "peak\nMiB",
+    "of none",
+    "step\nms",
+    "quartiles\nms",
+    "of none",
+    "held\nMiB",
+    "recomputed\nMiB",
+    "always\nsaved MiB",
+    "ops\nre-run",
+)
+
+
+def bench_table(result: BenchResult) -> Table:
+    """One line a policy; ``-`` stands for what torch's own ways of recomputing do not tell."""
+    table = _table("policy", _BENCH_HEADS, ("loss and\ngradients",))
+    for each in result.policies:
+        table.add_row(*_bench_cells(result, each))
+    return table
+
+
+def bench_notes(result: BenchResult) -> list[str]:
+    """What the table cannot say, a sentence a line."""
+    notes = [f"Floor of all plans that re-run no matmul or attention: {_mib(result.floor_bytes)} MiB{_over(result)}."]
+    reasons = {reason: size for each in result.policies for reason, size in _always_saved(each).items()}
+    if reasons:
+        listed = ", ".join(f"{reason} {format_bytes(size)}" for reason, size in sorted(reasons.items()))
+        notes.append(f"Always saved, whatever the plan says: {listed}.")
+    if not result.is_repeatable:
+        allowed = result.baseline.agreement.allowed
+        notes.append(
+            f"Two unplanned steps do not give equal bits here; numbers are compared within {allowed:.1e} of a tensor's "
+            "largest number, twice the difference that unplanned steps have."
+        )
+    if result.disagreeing:
+        notes.append(
+            f"WRONG NUMBERS under {', '.join(result.disagreeing)}: do not train with them; please report this."
+        )
+    return notes
+
+
+def explain_table(explanation: Explanation) -> Table:
+    """One line an op, in order, and the totals below. Bytes are exact, so that they add up as they stand."""
+    scale, unit = _flop_scale(max((row.flops for row in explanation.rows), default=0))
+    heads = ("held\nbytes", "recomputed\nbytes", unit, "FLOP\nper byte")
+    table = _table("op", ("output", *heads), ("action", "why"), footer=True)
+    for row in explanation.rows:
+        table.add_row(*_explain_cells(row, scale), style="" if row.action else "dim")
+    for column, text in zip(table.columns, _explain_cells(explanation.total, scale), strict=True):
+        column.footer = Text(text)
+    return table
+
+
+def explain_title(explanation: Explanation) -> str:
+    """Which layers the table speaks of, and under which plan."""
+    noun = "layer" if len(explanation.layers) == 1 else "layers"
+    return f"{explanation.kind}, {noun} {', '.join(to_ranges(explanation.layers))}, plan {explanation.plan}"
+
+
+def _table(first: str, numbers: tuple[str, ...], texts: tuple[str, ...], *, footer: bool = False) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_footer=footer, padding=(0, 1), pad_edge=False)
+    table.add_column(first, no_wrap=True, vertical="bottom")
+    for head in numbers:
+        table.add_column(head, justify="right", no_wrap=True, vertical="bottom")
+    for head in texts:
+        table.add_column(head, vertical="bottom")
+    return table
+
+
+def _bench_cells(result: BenchResult, each: PolicyResult) -> list[str]:
+    first, third = each.timing.quartiles
+    return [
+        each.policy,
+        _mib(each.peak_bytes),
+        f"{result.peak_ratio(each):.2f}",
+        _ms(each.timing.median),
+        f"{_ms(first)} - {_ms(third)}",
+        f"{result.step_ratio(each):.2f}",
+        *_holding_cells(each),
+        _agreement(each),
+    ]
+
+
+def _holding_cells(each: PolicyResult) -> list[str]:
+    if each.holdings is None:
+        return [NOTHING] * 4
+    held = each.holdings
+    always = sum(held.always_saved_bytes.values())
+    return [_mib(held.held_bytes), _mib(held.dropped_bytes), _mib(always), f"{held.num_replayed_ops:,}"]
+
+
+def _agreement(each: PolicyResult) -> str:
+    if each.agreement.is_bitwise:
+        return "bitwise equal"
+    return "equal within spread" if each.agreement.holds else f"OFF by {each.agreement.difference:.1e}"
+
+
+def _always_saved(each: PolicyResult) -> dict[str, int]:
+    return {} if each.holdings is None else each.holdings.always_saved_bytes
+
+
+def _over(result: BenchResult) -> str:
+    found = [each for each in result.policies if each.policy == "selective"]
+    return "".join(f"; selective peaks at {each.peak_bytes / result.floor_bytes:.2f} of it" for each in found)
+
+
+def _explain_cells(row: OpRow, scale: float) -> list[str]:
+    return [
+        row.path,
+        row.output,
+        f"{row.held_bytes:,}" if row.held_bytes else NOTHING,
+        f"{row.dropped_bytes:,}" if row.dropped_bytes else NOTHING,
+        f"{row.flops / scale:.2f}" if row.flops else NOTHING,
+        NOTHING if row.intensity is None else f"{row.intensity:,.1f}",
+        row.action,
+        row.reason,
+    ]
+
+
+def _flop_scale(largest: int) -> tuple[float, str]:
+    return next((pair for pair in _SCALES if largest >= pair[0]), (1.0, "FLOP"))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:,.1f}"
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"
