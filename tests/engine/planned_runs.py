@@ -243,3 +243,26 @@ def assert_same_outcome(
             assert_same_tensors(*outcomes, f"{policy}, round {number}: ")
     assert_same_buffers(planned, unplanned)
     return applied
+
+
+class FunctionBlock(nn.Module):
+    """A region whose forward is a function of the block and its input; it has a linear layer, and the parts given."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any], *, seed: int = 0, **parts: Any) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(8, 8)
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, Tensor):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.function(self, hidden)
+
+
+def two_blocks(function: Callable[[Any, Tensor], Any], **parts: Any) -> Stack:
+    """A stack of two regions that run the same function with weights of their own."""
+    return Stack(*[FunctionBlock(function, seed=seed, **copy.deepcopy(parts)) for seed in (1, 2)])

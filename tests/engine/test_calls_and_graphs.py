@@ -406,9 +406,8 @@ def test_invariant_02_a_cache_is_appended_once(family: str, policy: str) -> None
     def in_two_chunks(model: nn.Module, number: int) -> Outcome:
         cache = DynamicCache(config=model.config)
         tokens = token_batch(number)["input_ids"]
-        losses = []
-        for chunk in (tokens[:, :6], tokens[:, 6:12], tokens[:, 12:]):
-            losses.append(model(chunk, labels=chunk, use_cache=True, **{CACHE: cache}).loss)
+        chunks = (tokens[:, :6], tokens[:, 6:12], tokens[:, 12:])
+        losses = [model(chunk, labels=chunk, use_cache=True, **{CACHE: cache}).loss for chunk in chunks]
         assert cache.get_seq_length() == 16
         sum(losses).backward()
         assert cache.get_seq_length() == 16
