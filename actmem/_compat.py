@@ -2,10 +2,18 @@
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils.flop_counter import flop_registry
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry as torch_flop_registry
 
 __all__ = [
+    "DATA_DEPENDENT_ERRORS",
+    "FakeGroupedProducts",
     "FakeTensorMode",
     "allocations",
     "below_autograd",
@@ -23,6 +31,31 @@ dispatch_off = torch._C._DisableTorchDispatch
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context in which ops run as autograd itself calls them: nothing is recorded for a backward pass."""
+
+
+def _grouped_mm_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    """Multiplications and additions of a grouped matmul: each row of `left` meets the matrix of one group."""
+    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return int(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1])
+
+
+flop_registry = {torch.ops.aten._grouped_mm: _grouped_mm_flops, **torch_flop_registry}
+"""Formulas for the FLOPs of matmul-like ops; torch's own leave out the grouped ones that experts run."""
+
+DATA_DEPENDENT_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
+"""What fake tensors raise where the next op depends on numbers that they do not have."""
+
+
+class FakeGroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets fake tensors of any dtype into a grouped matmul: torch's kernels take more dtypes than its rule for the
+    shape of the result, which knows bfloat16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
+            return func(*args, **kwargs)
+        left, right, *others = args
+        return func(left.bfloat16(), right.bfloat16(), *others, **kwargs).to(left.dtype)
 
 
 def is_fake(kind: type) -> bool:
@@ -64,7 +97,7 @@ def dtensor_functions() -> tuple[type[torch.autograd.Function], ...]:
 def allocations(profiled: torch.profiler.profile) -> list[tuple[int, int]]:
     """Time (ns) and size of each allocation that a finished profile saw, in order of time; negative where memory was
     given back."""
-    results = profiled.profiler.kineto_results if profiled.profiler is not None else None
+    results: Any = profiled.profiler.kineto_results if profiled.profiler is not None else None
     assert results is not None, "the profile has not been stopped"
     events = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
     return sorted(events, key=lambda event: event[0])

@@ -12,7 +12,9 @@ from typing import Annotated
 
 import typer
 
+from actmem.cli.bench import bench
 from actmem.cli.check import check
+from actmem.cli.explain import explain
 from actmem.cli.screen import Screen
 from actmem.errors import ActmemError
 
@@ -24,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(check)
+app.command()(explain)
+app.command()(bench)
 
 
 def _show_version(wanted: bool) -> None:

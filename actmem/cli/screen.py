@@ -35,6 +35,10 @@ class Screen:
             table.add_row(Text(name, style="dim"), Text(value, overflow="fold"))
         self._console.print(table)
 
+    def table(self, table: Table) -> None:
+        """A table as it is."""
+        self._console.print(table)
+
     def faults(self, faults: Iterable[Fault], style: str = "red") -> None:
         """Line, path and problem in columns; below the problem what is allowed and the nearest valid name."""
         table = Table.grid(padding=(0, 2))

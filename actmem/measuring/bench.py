@@ -58,7 +58,7 @@ def run_bench(
             return next_token_loss(model, batch, num_targets=batch.targets.numel(), kind=loss).total()
 
     with casting:
-        graph = trace(model, {"input_ids": batch.inputs, "use_cache": False, "logits_to_keep": 1})
+        graph = trace(model.base_model, {"input_ids": batch.inputs, "use_cache": False})
     with ExitStack() as stack:
         contenders = [stack.enter_context(_Contender(model, name, forward)) for name in names]
         steps = {each.policy: each.step for each in contenders}

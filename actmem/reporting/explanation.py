@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from actmem.graph import Op, RegionGraph, Value
-from actmem.planning import Fates
+from actmem.graph import Graph, Op, RegionGraph, Value
+from actmem.planning import Fates, resolve
 from actmem.planning.fates import INPUT, SAVED
+from actmem.planning.plan import RuleSet
+from actmem.runtime.engine import RuleSource
 
 INPUT_PATH = "(input)"
 _SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
@@ -39,12 +41,14 @@ class OpRow:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The rows of one layer; `layers` are the indices of all that run the same ops under the same rules."""
+    """The rows of one layer; `layers` are the indices of all that run the same ops under the same rules. `idle` are
+    patterns of rules for these layers that match no op in them."""
 
     kind: str
     layers: tuple[int, ...]
     plan: str
     rows: tuple[OpRow, ...]
+    idle: tuple[str, ...] = ()
 
     @property
     def total(self) -> OpRow:
@@ -63,7 +67,24 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         rows = [asdict(row) | {"intensity": row.intensity} for row in self.rows]
-        return {"kind": self.kind, "layers": self.layers, "plan": self.plan, "rows": rows, "total": asdict(self.total)}
+        head = {"kind": self.kind, "layers": self.layers, "plan": self.plan}
+        return head | {"rows": rows, "total": asdict(self.total), "idle": self.idle}
+
+
+def explain_layers(graph: Graph, source: RuleSource, layers: Iterable[int]) -> list[Explanation]:
+    """One explanation for all of these `layers` (indices from 0) that run the same ops under the same rules."""
+    kinds = list(graph.layers.values())
+    groups: dict[tuple[str, Hashable], list[int]] = {}
+    for layer in layers:
+        groups.setdefault((kinds[layer], source.group(layer)), []).append(layer)
+    return [_explain_group(graph.kinds[kind], kind, tuple(group), source) for (kind, _), group in groups.items()]
+
+
+def _explain_group(graph: RegionGraph, kind: str, layers: tuple[int, ...], source: RuleSource) -> Explanation:
+    rules = RuleSet(source.rules(layers[0], graph))
+    rules.meet(op.path for op in graph.ops)
+    idle = tuple(rule.pattern for rule in rules.rules if rule not in rules.matched)
+    return Explanation(kind, layers, source.name, explain(resolve(graph, rules.action_of)), idle)
 
 
 def explain(fates: Fates) -> tuple[OpRow, ...]:

@@ -7,40 +7,69 @@ is also the way for one whose ops depend on its data, such as experts run one by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from actmem._compat import FakeTensorMode
+from actmem._compat import DATA_DEPENDENT_ERRORS, FakeGroupedProducts, FakeTensorMode
+from actmem.errors import ApplyError
 from actmem.graph import Graph, RegionGraph
+from actmem.models.packing import one_sequence_a_row
 from actmem.runtime import apply
 
 
 def trace(model: nn.Module, batch: Mapping[str, object]) -> Graph:
     """The graph of `model`, called with the keyword arguments `batch`, as a training step calls it.
 
-    For a model on the meta device the tensors in `batch` give shapes and dtypes alone. Autocast is that of the caller.
+    For a model on the meta device the tensors in `batch` give shapes and dtypes alone, and each row is taken for one
+    sequence. Autocast is that of the caller.
     Raises `ApplyError` for a model that cannot be planned, and what the model itself raises.
     """
     with torch.enable_grad(), apply(model, "none", verify="off") as applied:
         if any(parameter.is_meta for parameter in model.parameters()):
             _run_without_memory(model, batch)
+            graphs = {name: _without_questions(graph) for name, graph in applied.graphs.items()}
         else:
             model(**batch)
-        return _sort_by_kind(model, applied.graphs)
+            graphs = applied.graphs
+        return _sort_by_kind(model, graphs)
 
 
 def _run_without_memory(model: nn.Module, batch: Mapping[str, object]) -> None:
-    with FakeTensorMode():
+    products = FakeGroupedProducts()  # type: ignore[no-untyped-call]
+    with _explaining(model), one_sequence_a_row(), FakeTensorMode(), products:
         state = {name: _fake(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         arguments = {name: _fake(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
         torch.func.functional_call(model, state, kwargs=arguments)
 
 
+@contextmanager
+def _explaining(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except DATA_DEPENDENT_ERRORS as error:
+        raise ApplyError(
+            f"what {type(model).__name__} runs depends on its numbers ({error}), and on the meta device it has none; "
+            "trace it with weights, or let all experts run in one product (experts_implementation: grouped_mm)"
+        ) from error
+
+
 def _fake(like: Tensor) -> Tensor:
     shape, stride = tuple(like.shape), like.stride()
     return torch.empty_strided(shape, stride, dtype=like.dtype, device="cpu", requires_grad=like.requires_grad)
+
+
+def _without_questions(graph: RegionGraph) -> RegionGraph:
+    """Fake tensors answer what device they are on by an op of its own, which real ones do not run."""
+    kept = [index for index, op in enumerate(graph.ops) if op.name != "device"]
+    position = {before: now for now, before in enumerate(kept)}
+    values = [
+        value if value.producer is None else replace(value, producer=position[value.producer]) for value in graph.values
+    ]
+    return replace(graph, ops=tuple(graph.ops[index] for index in kept), values=tuple(values))
 
 
 def _sort_by_kind(model: nn.Module, graphs: Mapping[str, RegionGraph]) -> Graph:

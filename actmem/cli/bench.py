@@ -1,0 +1,136 @@
+"""`actmem bench`: policies side by side on one model, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from actmem.cli.check import summary
+from actmem.cli.screen import Screen, print_json
+from actmem.config.loading import load_config
+from actmem.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from actmem.measuring import BenchResult
+    from actmem.training.packing import Batch
+
+_POLICIES = "none,selective,mlp,full,torch-sac,torch-full"
+
+
+def bench(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings in place of the file's.")
+    ] = None,
+    policies: Annotated[
+        str, typer.Option("--policies", metavar="A,B,…", help="Policies or plan files; none is always measured.")
+    ] = _POLICIES,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed steps of each policy.")] = 5,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where files go; by default train.output_dir/bench.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Measure peak memory and step time of policies, and that their gradients are those of the unplanned model.
+
+    The model is a fresh one, or that of model.path; the tokens are random, so no corpus is needed; a step is one
+    forward and backward pass of one micro-batch. Writes bench.json, bench.png and bench.svg. Exit code: 0, or 1 if a
+    policy gave other numbers.
+    """
+    run = load_config(config, overrides or ())
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    result = _measure(run, names, rounds)
+    directory = out or run.train.output_dir / "bench"
+    _write(result, directory)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        _show(result, directory)
+    if result.disagreeing:
+        raise typer.Exit(1)
+
+
+def _measure(run: RunConfig, policies: list[str], rounds: int) -> BenchResult:
+    import torch
+
+    from actmem.measuring.bench import num_steps, run_bench
+    from actmem.models.building import build_model
+    from actmem.training.device import choose_device
+
+    device = choose_device(run.train.device)
+    model = build_model(run.model, vocab_size=_vocab_size(run), seed=run.train.seed)
+    model.to(device)  # type: ignore[arg-type]  # its annotations are lost in a wrapper
+    batch = _random_tokens(run, model, device)
+    with _progress(num_steps(policies, rounds)) as on_step:
+        return run_bench(
+            model,
+            batch,
+            policies,
+            setting=_setting(run, device),
+            rounds=rounds,
+            loss=run.model.loss,
+            autocast=torch.bfloat16 if run.train.autocast is not None else None,
+            on_step=on_step,
+        )
+
+
+def _vocab_size(run: RunConfig) -> int | None:
+    """A preset's vocabulary gives way to that of the tokenizer that training would make, as in training."""
+    keeps_own = run.model.name is None or run.data.tokenizer is not None or "vocab_size" in (run.model.config or {})
+    return None if keeps_own else run.data.vocab_size
+
+
+def _random_tokens(run: RunConfig, model: PreTrainedModel, device: torch.device) -> Batch:
+    import torch
+
+    from actmem.training.packing import Batch
+
+    generator = torch.Generator().manual_seed(run.train.seed)
+    shape = (run.train.micro_batch_size, run.data.sequence_length + 1)
+    tokens = torch.randint(model.config.vocab_size, shape, generator=generator)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(device)
+
+
+def _setting(run: RunConfig, device: torch.device) -> str:
+    casting = ", autocast bfloat16" if run.train.autocast is not None else ""
+    batch = f"{run.train.micro_batch_size} x {run.data.sequence_length} tokens"
+    return f"{summary(run)['model']}{casting}, {batch}, {device.type}"
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error while the steps run, gone when they are over."""
+    console = Console(stderr=True, markup=False, highlight=False)
+    columns = (TextColumn("bench"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("", total=total)
+        yield lambda policy: bar.update(task, advance=1, description=policy)
+
+
+def _write(result: BenchResult, directory: Path) -> None:
+    from actmem.reporting.plots import plot_bench
+
+    directory.mkdir(parents=True, exist_ok=True)
+    result.save(directory / "bench.json")
+    plot_bench(result, directory / "bench.png", directory / "bench.svg")
+
+
+def _show(result: BenchResult, directory: Path) -> None:
+    from actmem.reporting.tables import bench_notes, bench_table
+
+    screen = Screen()
+    screen.line(result.setting, style="bold")
+    screen.table(bench_table(result))
+    for note in bench_notes(result):
+        screen.line(note, style="bold red" if note.startswith("WRONG") else "")
+    screen.line(f"Written: {directory}/bench.json, bench.png, bench.svg", style="dim")
