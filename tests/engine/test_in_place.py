@@ -152,7 +152,7 @@ def legal_change_of_shape(block: Any, hidden: Tensor) -> Tensor:
 
 
 def legal_in_place_activation_chain(block: Any, hidden: Tensor) -> Tensor:
-    return functional.leaky_relu_(block.linear(hidden).add_(0.1)).add_(hidden)
+    return functional.leaky_relu_(block.linear(hidden).add_(0.1)).sin() + hidden
 
 
 def legal_edit_under_no_grad(block: Any, hidden: Tensor) -> Tensor:
@@ -399,9 +399,7 @@ def test_invariant_06_the_error_is_autograds_own_and_says_where(policy: str) -> 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(
-    "settings", [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"track_running_stats": False}], ids=str)
 def test_invariant_02_batch_norm_counts_each_batch_once(settings: dict[str, Any], training: bool, policy: str) -> None:
     def forward(block: Any, hidden: Tensor) -> Tensor:
         return torch.relu(block.norm(block.linear(hidden) * 2)) + hidden
