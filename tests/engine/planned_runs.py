@@ -169,7 +169,7 @@ def block_names(stack: nn.Module) -> list[str]:
 
 def features(*shape: int, seed: int = 0) -> Tensor:
     """Reproducible normal numbers."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def stack_steps(

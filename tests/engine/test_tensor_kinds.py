@@ -53,7 +53,7 @@ def chunks(block: Any, hidden: Tensor) -> Tensor:
 
 def splits(block: Any, hidden: Tensor) -> Tensor:
     query, key, value = (block.linear(hidden).sin() * 2).split([2, 2, 4], dim=1)
-    unused, used = torch.split(value, 2, 1)
+    _unused, used = torch.split(value, 2, 1)
     return torch.cat((query * key, key.exp(), used * query, hidden[:, :2]), 1)
 
 
@@ -64,7 +64,7 @@ def unbound(block: Any, hidden: Tensor) -> Tensor:
 
 def slices(block: Any, hidden: Tensor) -> Tensor:
     inner = block.linear(hidden) * 3
-    return inner[::2].repeat(2, 1).sin() * inner[1:3, None].expand(2, 2, 8).reshape(4, 8) * inner.flip(0)
+    return inner[::2].repeat(2, 1).sin() * inner[1:3, None].expand(2, 2, 8).reshape(4, 8).tanh() * inner.flip(0).sin()
 
 
 def diagonals(block: Any, hidden: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def inference_constant(block: Any, hidden: Tensor) -> Tensor:
 
 def data_alias(block: Any, hidden: Tensor) -> Tensor:
     inner = block.linear(hidden) * 2
-    return block.linear(inner.data) * inner.square() + inner.detach() * inner
+    return (block.linear(inner.data) * inner.square() + inner.detach() * inner).tanh()
 
 
 def several_reads_of_one_view(block: Any, hidden: Tensor) -> Tensor:
@@ -156,9 +156,8 @@ def recurrent(block: Any, hidden: Tensor) -> Tensor:
 
 
 def convolution(block: Any, hidden: Tensor) -> Tensor:
-    return functional.conv_transpose1d(block.linear(hidden)[None], block.kernel[:, :, 0].repeat(2, 1, 1)[:4, :, :1])[
-        0
-    ].tanh()
+    channels = functional.conv_transpose1d(block.linear(hidden)[None], block.kernel)[0]
+    return channels.tanh().repeat(2, 1)
 
 
 def attention_of_three_dimensions(block: Any, hidden: Tensor) -> Tensor:
@@ -184,7 +183,7 @@ def decomposition(block: Any, hidden: Tensor) -> Tensor:
 
 PARTS: dict[Forward, dict[str, Any]] = {
     channels_last: {"kernel": features(2, 2, 3, 3)},
-    convolution: {"kernel": features(2, 2, 3, 3)},
+    convolution: {"kernel": features(4, 2, 1)},
     recurrent: {"cell": nn.GRU(8, 8)},
 }
 CASES = [
