@@ -35,7 +35,7 @@ def digest_of(tensor: Tensor) -> Digest:
     local = getattr(tensor, "_local_tensor", tensor)
     if type(local) not in (Tensor, torch.nn.Parameter):
         return Digest(tuple(tensor.shape), tensor.dtype, None)
-    flat = local.detach().contiguous().view(-1).view(torch.uint8)
+    flat = local.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     words = flat[:whole].view(torch.int64) if _is_aligned(flat) else flat[:whole].clone().view(torch.int64)
     rows = words.numel() // _ROW * _ROW

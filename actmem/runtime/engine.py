@@ -74,7 +74,7 @@ class Engine:
     def __init__(self, model: nn.Module, source: RuleSource, num_layers: int, verify: Verify, strict: bool) -> None:
         self.source = source
         self.shared: dict[Hashable, Any] = {}
-        self.active: Tape | None = None
+        self.volatile: set[int] = set()
         self._model = weakref.ref(model)
         self._verify = verify
         self._strict = strict

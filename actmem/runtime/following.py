@@ -11,14 +11,16 @@ and the plan's rules are asked.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from actmem._compat import raw_call, storage_id
 from actmem.planning import Action
 from actmem.runtime.kinds import kind_of
-from actmem.runtime.learning import DETACH, EDIT, RECORD, SKIP, Script, reason_to_keep
+from actmem.runtime.learning import DETACH, EDIT, RECORD, SKIP, Script, reason_to_keep, tensors_in
 from actmem.runtime.scope import Scope
 from actmem.runtime.tape import Handle, RegionCall, Tape, Value
 
@@ -30,65 +32,92 @@ class ScriptedTape(Tape):
         super().__init__(call, verify=verify)
         self._script = script
         self._funcs = script.funcs
+        self._calls = script.calls
         self._steps = script.steps
+        self._end = len(script.calls)
         self._position = 0
         self.left_script = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DETACH:
-            return self._detach(args[0])
-        if self.is_suspended or (step := self._next_step(func)) == SKIP:
-            return func(*args, **kwargs) if kwargs else func(*args)
+        position = self._position
+        if self._funcs[position] is not func:
+            return self._run_off_script(func, args, kwargs or {})
+        self._position = position + 1
+        step = self._steps[position]
+        if step == SKIP:
+            return self._calls[position](*args, **kwargs) if kwargs else self._calls[position](*args)
         kwargs = kwargs or {}
         if step == EDIT:
-            self.before_edit(kind_of(func), args, kwargs)
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs)
+            return self.run_edit(func, kind_of(func), args, kwargs)
+        out = self._calls[position](*args, **kwargs)
         if step == RECORD or not kind_of(func).is_random(args, kwargs):
-            self.record(func, self._script.paths[self._position - 1], args, kwargs, out)
+            self.record(self._calls[position], self._script.paths[position], args, kwargs, out)
         return out
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let ops pass unseen."""
+        position, self._position = self._position, self._end
+        with super().suspended():
+            yield
+        self._position = position
 
     def observe_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
         """A replayable Function has run."""
-        if self._next_step(func) == RECORD:
-            self.record(func, self._script.paths[self._position - 1], args, kwargs, out)
+        position = self._position
+        if self._funcs[position] is not func:
+            self._leave_script()
+        else:
+            self._position = position + 1
+            if self._steps[position] == RECORD:
+                self.record(func, self._script.paths[position], args, kwargs, out)
 
     def close(self) -> None:
         """End the recording; a call that saved another number of tensors than the script has left it too."""
-        if self._position != len(self._funcs) or self.num_packed != self._script.num_packed:
+        if self._position != self._end or self.num_packed != self._script.num_packed:
             self.left_script = True
         super().close()
 
-    def _detach(self, tensor: Tensor) -> Tensor:
-        out: Tensor = DETACH(tensor)
-        if self.has_recorded(tensor):
-            self.record(DETACH, "detach", (tensor,), None, out)
-        return out
+    def _run_off_script(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is DETACH:
+            out = func(*args)
+            if self.has_recorded(args[0]):
+                self.record(raw_call(func), "detach", args, None, out)
+            return out
+        if not self.is_suspended:
+            self._leave_script()
+            if kind_of(func).edits:
+                return self.run_edit(func, kind_of(func), args, kwargs)
+        return func(*args, **kwargs)
 
-    def _next_step(self, func: Any) -> int:
-        position = self._position
-        if position < len(self._funcs) and self._funcs[position] is func and not self.left_script:
-            self._position = position + 1
-            return self._steps[position]
+    def _leave_script(self) -> None:
         self.left_script = True
-        return EDIT if getattr(func, "_schema", None) is not None and kind_of(func).edits else SKIP
+        self._position = self._end
 
 
 class StreamingTape(Tape):
     """Asks the rules about every op's path. A view goes on the tape exactly when what it views is there."""
 
     def __init__(
-        self, call: RegionCall, region: nn.Module, action_of: Callable[[str], Action], *, verify: bool
+        self,
+        call: RegionCall,
+        region: nn.Module,
+        volatile: set[int],
+        action_of: Callable[[str], Action],
+        *,
+        verify: bool,
     ) -> None:
         super().__init__(call, verify=verify)
         self.scope = Scope(region)
+        self._volatile = volatile
         self._action_of = action_of
         self._packed: list[Value] = []
 
     def pack(self, tensor: Tensor) -> Handle:
         """Autograd's pack hook."""
         handle = super().pack(tensor)
-        self._packed.append(handle.value)
+        if handle.value is not None:
+            self._packed.append(handle.value)
         return handle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,14 +127,14 @@ class StreamingTape(Tape):
         kind = kind_of(func)
         path = self.scope.path_of(kind.name)
         if kind.edits:
-            self.before_edit(kind, args, kwargs)
+            return self.run_edit(func, kind, args, kwargs)
         out = func(*args, **kwargs)
         if kind.view:
             recorded = self.has_recorded(args[0])
         else:
-            recorded = self._action_of(path) is Action.RECOMPUTE
+            recorded = self._action_of(path) is Action.RECOMPUTE and not self._reads_volatile(args, kwargs)
         if recorded and reason_to_keep(kind, types, args, kwargs) is None:
-            self.record(func, path, args, kwargs, out)
+            self.record(raw_call(func), path, args, kwargs, out)
         return out
 
     def observe_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
@@ -119,6 +148,11 @@ class StreamingTape(Tape):
         _recount_uses(self._packed)
         self._packed.clear()
         super().close()
+
+    def _reads_volatile(self, args: Any, kwargs: Any) -> bool:
+        return bool(self._volatile) and any(
+            storage_id(each) in self._volatile for each in tensors_in((*args, *kwargs.values()))
+        )
 
 
 def _recount_uses(packed: list[Value]) -> None:

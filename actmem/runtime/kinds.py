@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch import Tensor
 
-from actmem._compat import flop_registry, is_fake
+from actmem._compat import OpOverload, async_collective_types, flop_registry, is_fake
 
 EDITED = "edited in place"
 RANDOM = "random"
@@ -19,10 +19,17 @@ UNINITIALISED = "uninitialised memory"
 OPAQUE = "opaque autograd.Function"
 SUBCLASS = "unregistered tensor subclass"
 COMMUNICATION = "communication"
+SPARSE = "sparse layout"
+VOLATILE = "made from a buffer that the region edits"
 
-# Kernels that write an operand although their schema says that they do not: all that a run over torch's operator
-# database found on the CPU, and their siblings on other devices (docs/decisions/0002-hidden-edits.md).
-_HIDDEN_EDITS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+# Operands that kernels write although the schema says that they do not: all that a run over torch's operator database
+# found on the CPU, and their siblings on other devices (docs/decisions/0002-hidden-edits.md).
+_HIDDEN_EDITS = {
+    name: {"running_mean", "running_var"}
+    for name in ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+}
+# These run op by op below the level that counts versions, while a dispatch mode is on.
+_UNCOUNTED_EDITS = ("_foreach_", "_fused_", "_amp_foreach_")
 _UNINITIALISED = {
     "aten::empty",
     "aten::empty_like",
@@ -62,7 +69,8 @@ class Kind:
     """The traits of one op overload.
 
     `name` is how paths call it; `kept` says why its outputs must be saved (``None``: they may be replayed). `edits`
-    lists the operands, by position and name, that it writes. `custom` ops come from outside torch. `dropout` is the position of its dropout probability: such
+    lists the operands, by position and name, that it writes; `counts_edits` says that torch then counts up their
+    versions even under a dispatch mode. `custom` ops come from outside torch. `dropout` is the position of its dropout probability: such
     an op is random exactly when that is not zero.
     """
 
@@ -73,6 +81,16 @@ class Kind:
     compute_intensive: bool
     custom: bool
     dropout: int | None
+    counts_edits: bool = True
+
+    def edited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors that this call writes."""
+        found: list[Tensor] = []
+        for index, name in self.edits:
+            operand = args[index] if index < len(args) else kwargs.get(name)
+            operands = operand if isinstance(operand, (list, tuple)) else [operand]
+            found.extend(each for each in operands if isinstance(each, Tensor))
+        return found
 
     def is_random(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call draws random numbers that its kind alone does not tell of."""
@@ -101,6 +119,7 @@ def kind_of(func: OpOverload) -> Kind:
         compute_intensive=attention or custom or func.overloadpacket in flop_registry,
         custom=custom,
         dropout=dropout,
+        counts_edits=not name.startswith(_UNCOUNTED_EDITS),
     )
 
 
@@ -110,11 +129,11 @@ def replayable_function(name: str) -> Kind:
 
 
 def _edited_operands(func: OpOverload, qualified: str) -> tuple[tuple[int, str], ...]:
-    arguments = list(enumerate(func._schema.arguments))
-    if qualified in _HIDDEN_EDITS:
-        return tuple((index, argument.name) for index, argument in arguments)
+    hidden = _HIDDEN_EDITS.get(qualified, ())
     return tuple(
-        (index, argument.name) for index, argument in arguments if argument.alias_info and argument.alias_info.is_write
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.name in hidden or (argument.alias_info and argument.alias_info.is_write)
     )
 
 
@@ -149,7 +168,6 @@ def are_replayable_types(types: tuple[type, ...]) -> bool:
 def _distributed_types() -> frozenset[type]:
     if not torch.distributed.is_available():
         return frozenset()
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
 
-    return frozenset({DTensor, AsyncCollectiveTensor})
+    return frozenset({DTensor, *async_collective_types()})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from actmem._compat import flop_registry, local_storage, storage_id
+from actmem._compat import OpOverload, flop_registry, raw_call, storage_bytes, storage_id
 from actmem.graph import Op, RegionGraph, Storage, Value
 from actmem.planning import Fates
 from actmem.runtime.functions import running_opaque
@@ -24,7 +24,9 @@ from actmem.runtime.kinds import (
     INTEGER,
     OPAQUE,
     RANDOM,
+    SPARSE,
     SUBCLASS,
+    VOLATILE,
     Kind,
     are_replayable_types,
     kind_of,
@@ -37,13 +39,16 @@ from actmem.runtime.tape import Value as TapeValue
 
 @dataclass(frozen=True)
 class Script:
-    """What later calls of the same structure follow: the funcs in order, what to do at each, and the ops' paths."""
+    """What later calls of the same structure follow: the funcs in order and a ``None`` behind the last, how to call each,
+    what to do at it, and its path."""
 
-    funcs: tuple[Callable[..., Any], ...]
+    funcs: tuple[Callable[..., Any] | None, ...]
+    calls: tuple[Callable[..., Any], ...]
     steps: bytes
     paths: tuple[str, ...]
     num_packed: int
     fates: Fates
+    saves_all: bool
 
 
 SKIP, RECORD, RECORD_UNLESS_RANDOM, EDIT = range(4)
@@ -56,15 +61,19 @@ a script: they go on the tape exactly when what they detach is there."""
 class LearningTape(Tape):
     """Records every op, holds every tensor, and settles fates when asked to."""
 
-    def __init__(self, call: RegionCall, region: nn.Module, owned: frozenset[int], *, verify: bool) -> None:
+    def __init__(
+        self, call: RegionCall, region: nn.Module, owned: frozenset[int], volatile: set[int], *, verify: bool
+    ) -> None:
         super().__init__(call, verify=verify)
         self.scope = Scope(region)
         self._owned = owned
+        self._volatile = volatile
         self._tensors: list[Tensor] = []
         self._made: dict[int, TapeValue] = {}
         self._indices: dict[int, int] = {}
         self._values: list[Value] = []
         self._storages: list[Storage] = []
+        self._storage_ids: list[int] = []
         self._storage_indices: dict[int, int] = {}
         self._ops: list[Op] = []
         self._funcs: list[Callable[..., Any]] = []
@@ -76,18 +85,20 @@ class LearningTape(Tape):
         if self.is_suspended:
             return func(*args, **kwargs)
         kind = kind_of(func)
-        inputs = [self._index_of(each) for each in _tensors_in((*args, *kwargs.values()))]
+        inputs = [self._index_of(each) for each in tensors_in((*args, *kwargs.values()))]
         if kind.edits:
-            self._mark_edited(kind, args, kwargs)
-            self.before_edit(kind, args, kwargs)
-        out = func(*args, **kwargs)
+            for each in kind.edited(args, kwargs):
+                self._mark_edited(each)
+            out = self.run_edit(func, kind, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
         kept = reason_to_keep(kind, types, args, kwargs)
         self._observe(func, kind, kept, inputs, args, kwargs, out)
         return out
 
     def observe_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
         """A replayable Function has run: one op on the tape, and a compute-intensive one."""
-        inputs = [self._index_of(each) for each in _tensors_in((*args, *kwargs.values()))]
+        inputs = [self._index_of(each) for each in tensors_in((*args, *kwargs.values()))]
         self._observe(func, replayable_function(name), None, inputs, args, kwargs, out)
 
     def _observe(
@@ -95,9 +106,9 @@ class LearningTape(Tape):
     ) -> None:
         """Note a call that has just run: in the graph always, on the tape if it may be replayed."""
         path = self.scope.path_of(kind.name)
-        tensors = _tensors_in(out if isinstance(out, (list, tuple)) else (out,))
+        tensors = tensors_in(out if isinstance(out, (list, tuple)) else (out,))
         if kept is None and tensors:
-            self.record(func, path, args, kwargs, out)
+            self.record(raw_call(func), path, args, kwargs, out)
         outputs = [self._add_output(each, kept) for each in tensors]
         self._add_op(kind, path, inputs, outputs, _flops(func, kind, args, kwargs, out))
         self._funcs.append(func)
@@ -111,10 +122,23 @@ class LearningTape(Tape):
 
     def graph(self) -> RegionGraph:
         """What the region did."""
+        self._keep_what_volatile_buffers_make()
         return RegionGraph(tuple(self._ops), tuple(self._values), tuple(self._storages), tuple(self._packed))
 
-    def settle(self, fates: Fates) -> Script:
-        """Let every tensor go that is to be recomputed, hold the others; returns the script for the calls to come."""
+    def _keep_what_volatile_buffers_make(self) -> None:
+        """A buffer that calls of the region edit holds other numbers by the time of a replay."""
+        volatile = {index for index, identity in enumerate(self._storage_ids) if identity in self._volatile}
+        for op in self._ops:
+            if volatile.isdisjoint(self._values[index].storage for index in op.inputs):
+                continue
+            for made in {self._values[index].storage for index in op.outputs} - volatile:
+                if self._storages[made].kept is None:
+                    self._storages[made] = replace(self._storages[made], kept=VOLATILE)
+
+    def settle(self, fates: Fates, *, saves_all: bool) -> Script:
+        """Let every tensor go that is to be recomputed, hold the others; returns the script for the calls to come.
+
+        `saves_all` says that no rule drops anything, so that calls to come need no tape."""
         graph = fates.graph
         for index, value in self._made.items():
             storage = graph.values[index].storage
@@ -123,21 +147,23 @@ class LearningTape(Tape):
                 value.tensor = self._tensors[index].detach()
                 value.version = value.tensor._version
         self._count_uses(fates)
-        script = self._script(fates)
+        script = self._script(fates, saves_all)
         self.forget()
         return script
 
-    def _script(self, fates: Fates) -> Script:
+    def _script(self, fates: Fates, saves_all: bool) -> Script:
         steps = bytearray(self._steps)
         for position in fates.replayed:
             steps[position] = RECORD_UNLESS_RANDOM if _is_conditional(self._funcs[position]) else RECORD
         kept = [position for position, func in enumerate(self._funcs) if func is not DETACH]
         return Script(
-            funcs=tuple(self._funcs[position] for position in kept),
+            funcs=(*(self._funcs[position] for position in kept), None),
+            calls=tuple(raw_call(self._funcs[position]) for position in kept),
             steps=bytes(steps[position] for position in kept),
             paths=tuple(self._ops[position].path for position in kept),
             num_packed=self.num_packed,
             fates=fates,
+            saves_all=saves_all,
         )
 
     def forget(self) -> None:
@@ -180,6 +206,8 @@ class LearningTape(Tape):
             return known
         if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
             kept = kept or INTEGER
+        if tensor.layout is not torch.strided:
+            kept = kept or SPARSE
         return self._add_value(tensor, "op", kept, producer=len(self._ops))
 
     def _index_of(self, tensor: Tensor) -> int:
@@ -195,23 +223,24 @@ class LearningTape(Tape):
         storage = self._storage_indices.get(identity)
         if storage is None:
             storage = self._storage_indices[identity] = len(self._storages)
-            self._storages.append(Storage(local_storage(tensor).nbytes(), origin, kept))
+            self._storages.append(Storage(storage_bytes(tensor), origin, kept))
+            self._storage_ids.append(identity)
         index = self._indices[id(tensor)] = len(self._values)
         self._values.append(Value(storage, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), producer))
         self._tensors.append(tensor)
         return index
 
-    def _mark_edited(self, kind: Kind, args: Any, kwargs: Any) -> None:
+    def _mark_edited(self, tensor: Tensor) -> None:
         """The operand's contents before the edit can be recomputed but not held; its memory is a new storage now."""
-        for position, name in kind.edits:
-            operand = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in _tensors_in((operand,)):
-                before = self._storage_indices.pop(storage_id(tensor), None)
-                if before is not None:
-                    storage = self._storages[before]
-                    if storage.kind == "op" and storage.kept is None:
-                        self._storages[before] = replace(storage, edited=True)
-                self._forget_views_of(before)
+        identity = storage_id(tensor)
+        if identity in self._owned:
+            self._volatile.add(identity)
+        before = self._storage_indices.pop(identity, None)
+        if before is not None:
+            storage = self._storages[before]
+            if storage.kind == "op" and storage.kept is None:
+                self._storages[before] = replace(storage, edited=True)
+        self._forget_views_of(before)
 
     def _forget_views_of(self, storage: int | None) -> None:
         for key, index in list(self._indices.items()):
@@ -221,7 +250,7 @@ class LearningTape(Tape):
 
 def _is_conditional(func: Any) -> bool:
     """Whether a recorded call must look at its arguments each time (dropout inside attention)."""
-    return isinstance(func, torch._ops.OpOverload) and kind_of(func).dropout is not None
+    return isinstance(func, OpOverload) and kind_of(func).dropout is not None
 
 
 def reason_to_keep(kind: Kind, types: Any, args: Any, kwargs: Any) -> str | None:
@@ -235,13 +264,14 @@ def reason_to_keep(kind: Kind, types: Any, args: Any, kwargs: Any) -> str | None
     return kind.kept
 
 
-def _tensors_in(items: Any) -> list[Tensor]:
+def tensors_in(items: Any) -> list[Tensor]:
+    """All tensors in nested lists and tuples, in order."""
     found: list[Tensor] = []
     for item in items:
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, (list, tuple)):
-            found.extend(_tensors_in(item))
+            found.extend(tensors_in(item))
     return found
 
 

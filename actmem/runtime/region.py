@@ -62,14 +62,20 @@ class PlannedRegion:
         course = self._course(key)
         verify = self._engine.verifies(first=key not in self._seen)
         call = RegionCall(self._stats.name, _device_type(args, kwargs, module), self.counters)
+        out = self._run_course(course, call, verify, module, forward, args, kwargs, key)
         self._seen.add(key)
+        return out
+
+    def _run_course(
+        self, course: Course, call: RegionCall, verify: bool, module: nn.Module, forward: Any, args: Any, kwargs: Any, key: Hashable
+    ) -> Any:
         if isinstance(course, Script):
-            if not course.fates.replayed:
+            if course.saves_all:
                 return forward(*args, **kwargs)
             return self._run_scripted(ScriptedTape(call, course, verify=verify), forward, args, kwargs, key)
         if isinstance(course, RuleSet):
-            return self._run_streaming(StreamingTape(call, module, course.action_of, verify=verify), forward, args, kwargs)
-        tape = LearningTape(call, module, self._engine.owned_storages(), verify=verify)
+            return self._run_streaming(StreamingTape(call, module, self._engine.volatile, course.action_of, verify=verify), forward, args, kwargs)
+        tape = LearningTape(call, module, self._engine.owned_storages(), self._engine.volatile, verify=verify)
         return self._run_learning(tape, forward, args, kwargs, key)
 
     def _course(self, key: Hashable) -> Course:
@@ -105,7 +111,7 @@ class PlannedRegion:
             rules = RuleSet(self._engine.source.rules(self._stats.layer, graph))
             rules.meet(op.path for op in graph.ops)
             fates = resolve(graph, rules.action_of)
-            script = tape.settle(fates)
+            script = tape.settle(fates, saves_all=not rules.recomputes)
         finally:
             tape.forget()
         self._engine.remember(fates, rules)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmem._compat import below_autograd
+from actmem._compat import asked_by_python_function, below_autograd
 from actmem.errors import InPlaceEditError, ReplayMismatchError
 from actmem.runtime.digest import digest_of
 from actmem.runtime.tape import Handle, Op, Value
@@ -23,21 +23,30 @@ def unpack(handle: Handle) -> Tensor:
     """Autograd's unpack hook."""
     value = handle.value
     handle.call.counters.num_unpacks += 1
-    watched = handle.witness if handle.witness is not None else value.tensor
+    watched = handle.tensor if value is None else handle.witness
     if type(watched) is weakref.ref:
         watched = watched()
     if watched is not None and watched._version != handle.version:
         _refuse_edited(handle, watched._version)
+    if value is None:
+        assert handle.tensor is not None
+        return _guarded(handle.tensor) if handle.is_source else handle.tensor
     if value.op is None:
         assert value.tensor is not None
-        return value.tensor
+        return _guarded(value.tensor)
     tensor = value.memo
     if tensor is None:
         tensor = _produce_as_recorded(value, handle.call.device_type)
     _count_use(value)
     if value.digest is not None:
         _verify(value, tensor, value.op)
-    return tensor
+    return tensor if value.memo is None else _guarded(tensor)
+
+
+def _guarded(tensor: Tensor) -> Tensor:
+    """A tensor from which others may have yet to be recomputed. Autograd's own formulas only read it; the backward of a
+    Python Function may write to what it saved (fused kernels do), so it gets a copy."""
+    return tensor.clone() if asked_by_python_function() else tensor
 
 
 def _produce_as_recorded(wanted: Value, device_type: str) -> Tensor:
@@ -71,7 +80,7 @@ def _produce(wanted: Value) -> Tensor:
 
 
 def _run(op: Op, wanted: Value) -> None:
-    args = [_current(arg, op) for arg in op.args]
+    args = [_current(arg, op) if type(arg) in _TO_LOOK_UP else arg for arg in op.args]
     out = op.func(*args, **{name: _current(arg, op) for name, arg in op.kwargs.items()}) if op.kwargs else op.func(*args)
     op.call.counters.num_replayed_ops += 1
     if isinstance(out, Tensor):
@@ -85,6 +94,9 @@ def _run(op: Op, wanted: Value) -> None:
     for value in op.inputs:
         if value.op is not None:
             _count_use(value)
+
+
+_TO_LOOK_UP = (Value, list, tuple)
 
 
 def _current(arg: Any, op: Op) -> Any:
@@ -114,14 +126,15 @@ def _verify(value: Value, tensor: Tensor, op: Op) -> None:
         raise ReplayMismatchError(
             f"recomputing {op.path} in {op.call.region} gave other numbers than the forward pass had "
             f"(shape {tuple(tensor.shape)}, {tensor.dtype}): a kernel that torch cannot see wrote to this value or to "
-            f"one it is made from, or an op on the way is not deterministic; save it with the rule "
+            f"one it is made from (in the forward pass, or in a custom backward), or an op on the way is not "
+            f"deterministic; save it with the rule "
             f"{{ops: '{op.path}', action: save}}, or the whole module, and report the op"
         )
 
 
 def _refuse_edited(handle: Handle, found: int) -> None:
-    op = handle.value.op
-    what = f"the output of {op.path}" if op is not None else f"a saved tensor {_describe(handle.value.tensor)}"
+    op = handle.value.op if handle.value is not None else None
+    what = f"the output of {op.path}" if op is not None else f"a saved tensor {_describe(handle.tensor)}"
     raise InPlaceEditError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} in "
         f"{handle.call.region} is at version {found}; expected version {handle.version} instead. Edit a clone, or use "

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from actmem._compat import dispatch_off, is_fake, storage_id
+from actmem._compat import DispatchMode, dispatch_off, is_fake, storage_id
 from actmem.runtime.digest import Digest, digest_of
 from actmem.runtime.kinds import Kind
 
@@ -37,16 +36,29 @@ class Value:
     """A tensor of the region call: made by `op` and to be made again, or held in `tensor`.
 
     `uses` counts the handles and the ops on the tape that read it, `done` those of them that have read it in this pass
-    over the graph. `memo` keeps a recomputed tensor until all have.
+    over the graph. `memo` keeps a recomputed tensor until all have. `origin`, `version` and `address` tell whether a
+    tensor met later is still this value.
     """
 
-    __slots__ = ("__weakref__", "digest", "done", "memo", "op", "origin", "tensor", "uses", "version")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "digest",
+        "done",
+        "memo",
+        "op",
+        "origin",
+        "tensor",
+        "uses",
+        "version",
+    )
 
     def __init__(self, op: Op | None, origin: Tensor) -> None:
         self.op = op
         self.origin = weakref.ref(origin)
+        self.version = origin._version
+        self.address = _address(origin)
         self.tensor: Tensor | None = None
-        self.version = 0
         self.memo: Tensor | None = None
         self.uses = 0
         self.done = 0
@@ -62,7 +74,7 @@ class Op:
         self.func = func
         self.path = path
         self.call = call
-        self.args: tuple[Any, ...] = ()
+        self.args: list[Any] = []
         self.kwargs: dict[str, Any] | None = None
         self.inputs: list[Value] = []
         self.outputs: weakref.ref[Value] | list[weakref.ref[Value] | None] | None = None
@@ -91,21 +103,22 @@ class ReplayCounters:
 
 
 class Handle:
-    """What autograd keeps in place of a tensor: its value, and its version when it was saved.
+    """What autograd keeps in place of a tensor: the tensor itself, or the `value` to make it from; and its version when
+    it was saved. `witness` tells the version of a tensor that was let go. `is_source` says that ops on the tape read
+    the held tensor too."""
 
-    `witness` tells the version of a tensor that was let go.
-    """
+    __slots__ = ("call", "is_source", "tensor", "value", "version", "witness")
 
-    __slots__ = ("call", "value", "version", "witness")
-
-    def __init__(self, value: Value, version: int, witness: Witness | None, call: RegionCall) -> None:
-        self.value = value
-        self.version = version
-        self.witness = witness
+    def __init__(self, call: RegionCall, version: int, tensor: Tensor | None = None) -> None:
         self.call = call
+        self.version = version
+        self.tensor = tensor
+        self.value: Value | None = None
+        self.witness: Witness | None = None
+        self.is_source = False
 
 
-class Tape(TorchDispatchMode):
+class Tape(DispatchMode):
     """Records one region call. Subclasses decide which ops go on the tape; this class knows how."""
 
     def __init__(self, call: RegionCall, *, verify: bool) -> None:
@@ -115,19 +128,24 @@ class Tape(TorchDispatchMode):
         self.is_suspended = False
         self.num_packed = 0
         self._known: dict[int, Value] = {}
-        self._raw: list[Value] = []
+        self._raw: list[Value | Handle] = []
 
     def pack(self, tensor: Tensor) -> Handle:
         """Autograd's pack hook: let a recomputable tensor go, hold any other."""
         self.num_packed += 1
-        value = self._known.get(id(tensor))
-        if value is None or value.op is None or value.origin() is not tensor:
-            return Handle(self._hold(tensor), tensor._version, None, self.call)
+        value = self._value_of(tensor)
+        if value is None or value.op is None:
+            handle = Handle(self.call, tensor._version, tensor)
+            self._raw.append(handle)
+            return handle
+        handle = Handle(self.call, tensor._version)
+        handle.value = value
         value.uses += 1
         with dispatch_off():
             if self.verify and value.digest is None:
                 value.digest = digest_of(tensor)
-            return Handle(value, tensor._version, _witness(tensor), self.call)
+            handle.witness = _witness(tensor)
+        return handle
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -144,10 +162,14 @@ class Tape(TorchDispatchMode):
 
     def close(self) -> None:
         """End the recording: let go of everything that autograd's graph hangs on."""
-        for value in self._raw:
-            tensor = value.tensor
-            if tensor is not None and not isinstance(tensor, Parameter):
-                value.tensor = tensor.detach()
+        for holder in self._raw:
+            tensor = holder.tensor
+            if tensor is None:
+                continue
+            if type(holder) is Handle:
+                holder.is_source = id(tensor) in self._known
+            if type(tensor) is not Parameter:
+                holder.tensor = tensor.detach()
         self._known.clear()
         self._raw.clear()
 
@@ -158,7 +180,15 @@ class Tape(TorchDispatchMode):
     def record(self, func: Callable[..., Any], path: str, args: Any, kwargs: Any, out: Any) -> None:
         """Put a call on the tape. Outputs that must be saved all the same (integers) stay unknown to it."""
         op = Op(func, path, self.call)
-        op.args = tuple([self._operand(arg, op) for arg in args])
+        frozen, inputs = op.args, op.inputs
+        for arg in args:  # as _operand does, without a call for each: this is the hottest loop there is
+            if isinstance(arg, Tensor):
+                value = self._value_of(arg) or self._source(arg)
+                value.uses += 1
+                inputs.append(value)
+                frozen.append(value)
+            else:
+                frozen.append(self._operand(arg, op) if type(arg) in _CONTAINERS else arg)
         if kwargs:
             op.kwargs = {name: self._operand(arg, op) for name, arg in kwargs.items()}
         if isinstance(out, Tensor):
@@ -168,16 +198,20 @@ class Tape(TorchDispatchMode):
 
     def has_recorded(self, operand: Any) -> bool:
         """Whether an op on the tape made this tensor."""
-        value = self._known.get(id(operand))
-        return value is not None and value.op is not None and value.origin() is operand
+        value = self._value_of(operand)
+        return value is not None and value.op is not None
 
-    def before_edit(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An op is about to overwrite operands: keep their contents for the ops on the tape that have read them."""
-        edited = set()
-        for index, name in kind.edits:
-            operand = args[index] if index < len(args) else kwargs.get(name)
-            operands = operand if isinstance(operand, (list, tuple)) else [operand]
-            edited.update(storage_id(each) for each in operands if isinstance(each, Tensor))
+    def run_edit(self, func: Callable[..., Any], kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op that overwrites operands."""
+        operands = kind.edited(args, kwargs)
+        self._before_edit({storage_id(each) for each in operands})
+        out = func(*args, **kwargs)
+        if not kind.counts_edits:
+            torch.autograd.graph.increment_version(operands)
+        return out
+
+    def _before_edit(self, edited: set[int]) -> None:
+        """Storages are about to be overwritten: keep their contents for the ops on the tape that have read them."""
         for key, value in list(self._known.items()):
             origin = value.origin()
             if origin is None or storage_id(origin) in edited:
@@ -188,9 +222,7 @@ class Tape(TorchDispatchMode):
 
     def _operand(self, arg: Any, op: Op) -> Any:
         if isinstance(arg, Tensor):
-            value = self._known.get(id(arg))
-            if value is None or value.origin() is not arg:
-                value = self._known[id(arg)] = self._hold(arg)
+            value = self._value_of(arg) or self._source(arg)
             value.uses += 1
             op.inputs.append(value)
             return value
@@ -199,17 +231,38 @@ class Tape(TorchDispatchMode):
         return arg
 
     def _output(self, op: Op, tensor: Tensor) -> weakref.ref[Value] | None:
-        if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.layout is not torch.strided:
             return None
         value = self._known[id(tensor)] = Value(op, tensor)
         return weakref.ref(value)
 
-    def _hold(self, tensor: Tensor) -> Value:
-        value = Value(None, tensor)
-        value.tensor = tensor
-        value.version = tensor._version
+    def _value_of(self, tensor: Tensor) -> Value | None:
+        """The value that a tensor still is: nobody has edited it since unseen, or put other memory behind it."""
+        value = self._known.get(id(tensor))
+        if (
+            value is None
+            or value.origin() is not tensor
+            or value.version != tensor._version
+            or value.address != _address(tensor)
+        ):
+            return None
+        return value
+
+    def _source(self, tensor: Tensor) -> Value:
+        """Hold a tensor that no op on the tape made, to replay from."""
+        # Inference tensors do not count their versions; a copy of one does.
+        held = tensor.clone() if tensor.is_inference() else tensor
+        value = self._known[id(tensor)] = Value(None, held)
+        value.tensor = held
         self._raw.append(value)
         return value
+
+
+_CONTAINERS = (list, tuple)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else 0
 
 
 def _witness(tensor: Tensor) -> Witness | None:

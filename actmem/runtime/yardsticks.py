@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from actmem._compat import OpOverload
 from actmem.runtime.kinds import kind_of
 
 
@@ -31,7 +31,7 @@ class TorchSelective:
 
 
 def _save_compute_intensive(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    intensive = isinstance(func, torch._ops.OpOverload) and kind_of(func).compute_intensive
+    intensive = isinstance(func, OpOverload) and kind_of(func).compute_intensive
     return CheckpointPolicy.MUST_SAVE if intensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
