@@ -205,7 +205,7 @@ class Nested(Function):
         with torch.enable_grad():
             leaf = inputs.detach().requires_grad_()
             out = torch.tanh(leaf * 2) * Opaque.apply(leaf)[0]
-        (slope,) = torch.autograd.grad(out.sum(), leaf)
+            (slope,) = torch.autograd.grad(out.sum(), leaf)
         ctx.save_for_backward(slope)
         both = torch.stack((out.detach(), slope))
         ctx.mark_non_differentiable(both)
@@ -367,7 +367,7 @@ def test_invariant_02_full_backward_hooks_on_modules_inside(policy: str) -> None
             linear.register_full_backward_hook(lambda *_: calls.append("backward")),
             linear.register_forward_hook(lambda *_: calls.append("forward")),
         ]
-        model(features(4, 8, seed=number)).square().mean().backward()
+        model(features(4, 8, seed=number).requires_grad_()).square().mean().backward()
         for handle in handles:
             handle.remove()
         assert calls == ["forward", "backward"]
