@@ -18,10 +18,8 @@ from actmem.config.schema import RunConfig
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
     from actmem.measuring import BenchResult
-    from actmem.training.packing import Batch
 
 _POLICIES = "none,selective,mlp,full,torch-sac,torch-full"
 
@@ -50,11 +48,13 @@ def bench(
     names = [name.strip() for name in policies.split(",") if name.strip()]
     result = _measure(run, names, rounds)
     directory = out or run.train.output_dir / "bench"
-    _write(result, directory)
+    write_result(result, directory)
     if as_json:
         print_json(result.to_dict())
     else:
-        _show(result, directory)
+        screen = Screen()
+        show_result(screen, result)
+        screen.line(f"Written: {directory}/bench.json, bench.png, bench.svg", style="dim")
     if result.disagreeing:
         raise typer.Exit(1)
 
@@ -62,15 +62,15 @@ def bench(
 def _measure(run: RunConfig, policies: list[str], rounds: int) -> BenchResult:
     import torch
 
-    from actmem.measuring.bench import num_steps, run_bench
+    from actmem.measuring.bench import num_steps, random_batch, run_bench
     from actmem.models.building import build_model
     from actmem.training.device import choose_device
 
     device = choose_device(run.train.device)
     model = build_model(run.model, vocab_size=_vocab_size(run), seed=run.train.seed)
     model.to(device)  # type: ignore[arg-type]  # its annotations are lost in a wrapper
-    batch = _random_tokens(run, model, device)
-    with _progress(num_steps(policies, rounds)) as on_step:
+    batch = random_batch(model, run.train.micro_batch_size, run.data.sequence_length, seed=run.train.seed)
+    with bench_progress(num_steps(policies, rounds)) as on_step:
         return run_bench(
             model,
             batch,
@@ -89,17 +89,6 @@ def _vocab_size(run: RunConfig) -> int | None:
     return None if keeps_own else run.data.vocab_size
 
 
-def _random_tokens(run: RunConfig, model: PreTrainedModel, device: torch.device) -> Batch:
-    import torch
-
-    from actmem.training.packing import Batch
-
-    generator = torch.Generator().manual_seed(run.train.seed)
-    shape = (run.train.micro_batch_size, run.data.sequence_length + 1)
-    tokens = torch.randint(model.config.vocab_size, shape, generator=generator)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(device)
-
-
 def _setting(run: RunConfig, device: torch.device) -> str:
     casting = ", autocast bfloat16" if run.train.autocast is not None else ""
     batch = f"{run.train.micro_batch_size} x {run.data.sequence_length} tokens"
@@ -107,7 +96,7 @@ def _setting(run: RunConfig, device: torch.device) -> str:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
+def bench_progress(total: int) -> Iterator[Callable[[str], None]]:
     """A bar on standard error while the steps run, gone when they are over."""
     console = Console(stderr=True, markup=False, highlight=False)
     columns = (TextColumn("bench"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
@@ -117,7 +106,8 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda policy: bar.update(task, advance=1, description=policy)
 
 
-def _write(result: BenchResult, directory: Path) -> None:
+def write_result(result: BenchResult, directory: Path) -> None:
+    """Write bench.json, bench.png and bench.svg."""
     from actmem.reporting.plots import plot_bench
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -125,12 +115,11 @@ def _write(result: BenchResult, directory: Path) -> None:
     plot_bench(result, directory / "bench.png", directory / "bench.svg")
 
 
-def _show(result: BenchResult, directory: Path) -> None:
+def show_result(screen: Screen, result: BenchResult) -> None:
+    """The setting, a table of all policies, and what it cannot say."""
     from actmem.reporting.tables import bench_notes, bench_table
 
-    screen = Screen()
     screen.line(result.setting, style="bold")
     screen.table(bench_table(result))
     for note in bench_notes(result):
         screen.line(note, style="bold red" if note.startswith("WRONG") else "")
-    screen.line(f"Written: {directory}/bench.json, bench.png, bench.svg", style="dim")

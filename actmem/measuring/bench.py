@@ -69,6 +69,19 @@ def run_bench(
     return BenchResult(setting, batch.inputs.numel(), tuple(results), floor)
 
 
+def random_batch(model: PreTrainedModel, num_sequences: int, length: int, *, seed: int = 0) -> Batch:
+    """`num_sequences` x `length` random tokens of the model's vocabulary, on its device, and their successors."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(model.config.vocab_size, (num_sequences, length + 1), generator=generator)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).to(model.device)
+
+
+def with_own_modules(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the modules around the same parameters, gradients and buffers: it can have a plan of its own."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
 def num_steps(policies: Sequence[str], rounds: int) -> int:
     """How often `run_bench` calls `on_step`."""
     return len({BASELINE, *policies}) * (WARM_UP + rounds + 2)
@@ -80,7 +93,7 @@ class _Contender:
     def __init__(self, model: PreTrainedModel, policy: str, forward: Callable[[PreTrainedModel], Tensor]) -> None:
         self.policy = policy
         self._forward = forward
-        self._model = _with_own_modules(model)
+        self._model = with_own_modules(model)
         self._applied: Applied | None = None
 
     def __enter__(self) -> _Contender:
@@ -123,11 +136,6 @@ def _measure(
     peak_bytes, holdings = contender.measure_memory(graph)
     on_step(contender.policy)
     return PolicyResult(contender.policy, peak_bytes, timing, agreement, holdings)
-
-
-def _with_own_modules(model: PreTrainedModel) -> PreTrainedModel:
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
 
 
 def _unplanned_holdings(graph: Graph) -> Holdings:
