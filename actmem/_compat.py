@@ -1,4 +1,3 @@
-
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ __all__ = [
     "FakeGroupedProducts",
     "FakeTensorMode",
     "OpOverload",
+    "TorchDispatchMode",
     "allocations",
     "asked_by_python_function",
     "async_collective_types",

@@ -1,0 +1,1 @@
+"""Reference settings, measured and written down."""

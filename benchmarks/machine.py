@@ -1,0 +1,55 @@
+"""What a measurement ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import transformers
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`num_cores` is what this process may use, `num_threads` what torch does use for one op."""
+
+    cpu: str
+    num_cores: int
+    num_threads: int
+    accelerator: str | None
+    torch: str
+    transformers: str
+    python: str
+    date: str
+
+    @classmethod
+    def here_and_now(cls) -> Machine:
+        """The one that this process runs on."""
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return cls(
+            cpu=_cpu_name(),
+            num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            num_threads=torch.get_num_threads(),
+            accelerator=None if accelerator is None else str(accelerator),
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            python=platform.python_version(),
+            date=datetime.now(UTC).date().isoformat(),
+        )
+
+    def __str__(self) -> str:
+        cores = f"{self.num_cores} cores, {self.num_threads} threads"
+        return f"{self.cpu}, {cores}; torch {self.torch}, transformers {self.transformers}, Python {self.python}"
+
+
+def _cpu_name() -> str:
+    if _CPU_INFO.exists():
+        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
