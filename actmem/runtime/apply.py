@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import get_args
 
 from torch import nn
 
@@ -30,8 +31,8 @@ class Applied:
     def __init__(self, name: str, model: nn.Module, runners: dict[str, Runner], regions: dict[str, nn.Module]) -> None:
         self.name = name
         self._runners = runners
-        interception = Interception({regions[name]: runner for name, runner in runners.items()})
         _functions.install(active_tape)
+        interception = Interception({regions[name]: runner for name, runner in runners.items()})
         self._finish = weakref.finalize(model, _take_off, interception)
 
     @property
@@ -82,6 +83,8 @@ def apply(
     Raises `ApplyError` for a model that cannot be planned and `PlanError` for a plan that is malformed or made for
     another model. Then the model is untouched.
     """
+    if verify not in get_args(Verify):
+        raise ApplyError(f"verify={verify!r}; allowed: {', '.join(get_args(Verify))}")
     found = _find(model, regions)
     _refuse_conflicts(model, found)
     if isinstance(plan, str) and plan in YARDSTICKS:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from actmem._compat import raw_call, storage_id
@@ -50,7 +51,7 @@ class ScriptedTape(Tape):
         if step == EDIT:
             return self.run_edit(func, kind_of(func), args, kwargs)
         out = self._calls[position](*args, **kwargs)
-        if step == RECORD or not kind_of(func).is_random(args, kwargs):
+        if step == RECORD and torch.is_grad_enabled() and not types or not self._must_keep(func, types, args, kwargs):
             self.record(self._calls[position], self._script.paths[position], args, kwargs, out)
         return out
 
@@ -77,6 +78,10 @@ class ScriptedTape(Tape):
         if self._position != self._end or self.num_packed != self._script.num_packed:
             self.left_script = True
         super().close()
+
+    def _must_keep(self, func: Any, types: Any, args: Any, kwargs: Any) -> bool:
+        """A script speaks of positions; what must always be saved can still depend on the call."""
+        return reason_to_keep(kind_of(func), types, args, kwargs) is not None
 
     def _run_off_script(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is DETACH:

@@ -7,18 +7,17 @@ that is made inside one is *opaque*: saved, and reported. Two kinds are known be
 - *replayable*: `register_replayable` promises that calling `forward` again with the same inputs gives the same
   outputs, so the whole call is one op on the tape.
 
-Both are recognised by wrapping the class's `forward` while a plan is applied, since `apply` is often bound early.
+All are recognised by wrapping `forward` of every Function class while a plan is applied, since `apply` is often bound
+early. A class that is defined later is still seen to be opaque, by autograd having turned gradients off.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.autograd import Function
 
 from actmem._compat import dtensor_functions
@@ -27,7 +26,17 @@ from actmem.runtime.tape import Tape
 FunctionClass = TypeVar("FunctionClass", bound=type[Function])
 
 _replayable: dict[type[Function], None] = {}
-_transparent_depth = 0
+_INHERITED = object()
+
+
+class _Running:
+    """How many opaque and transparent Functions ops now run inside of."""
+
+    opaque = 0
+    transparent = 0
+
+
+_running = _Running()
 
 
 def register_replayable(function: FunctionClass) -> FunctionClass:
@@ -41,57 +50,80 @@ def register_replayable(function: FunctionClass) -> FunctionClass:
 
 
 def running_opaque() -> bool:
-    """Whether ops now run inside a Function that may launch kernels unseen. Autograd turns gradients off in there."""
-    return not torch.is_grad_enabled() and not _transparent_depth
+    """Whether ops now run inside a Function that may launch kernels unseen."""
+    return _running.opaque > 0 or not (torch.is_grad_enabled() or _running.transparent)
 
 
 class FunctionWrappers:
-    """Wraps `forward` of the Functions known better, as long as any plan is applied."""
+    """Wraps `forward` of all Functions, as long as any plan is applied."""
 
     def __init__(self) -> None:
         self._originals: dict[type[Function], Any] = {}
         self._users = 0
 
     def install(self, active_tape: Callable[[], Tape | None]) -> None:
-        """Wrap each known Function; calls nest."""
+        """Wrap each Function that is not wrapped yet; calls nest."""
         self._users += 1
-        wrappers = dict.fromkeys(dtensor_functions(), _as_transparent) | dict.fromkeys(_replayable, _as_replayable)
+        functions = {function: _as_opaque for function in _subclasses(Function) if "forward" in vars(function)}
+        wrappers = functions | dict.fromkeys(dtensor_functions(), _as_transparent)
+        wrappers |= dict.fromkeys(_replayable, _as_replayable)
         for function, wrapper in wrappers.items():
             if function not in self._originals:
-                self._originals[function] = function.__dict__["forward"]
-                setattr(function, "forward", staticmethod(wrapper(function, function.forward, active_tape)))
+                self._originals[function] = vars(function).get("forward", _INHERITED)
+                wrapped = wrapper(function, self._unwrapped(function), active_tape)
+                setattr(function, "forward", staticmethod(wrapped))
+
+    def _unwrapped(self, function: type[Function]) -> Any:
+        """`forward` as its author wrote it, although the class it is inherited from may be wrapped already."""
+        owner = next(each for each in function.__mro__ if "forward" in vars(each))
+        original = self._originals.get(owner)
+        return function.forward if original in (None, _INHERITED) else original.__get__(None, function)
 
     def uninstall(self) -> None:
         """Undo one `install`; the last one restores every class."""
         self._users -= 1
         if self._users == 0:
             for function, original in self._originals.items():
-                setattr(function, "forward", original)
+                if original is _INHERITED:
+                    delattr(function, "forward")
+                else:
+                    setattr(function, "forward", original)
             self._originals.clear()
+
+
+def _subclasses(function: type[Function]) -> Iterator[type[Function]]:
+    for subclass in function.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _as_opaque(function: type[Function], forward: Any, active_tape: Any) -> Any:
+    @functools.wraps(forward)
+    def opaque(*args: Any, **kwargs: Any) -> Any:
+        _running.opaque += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _running.opaque -= 1
+
+    return opaque
 
 
 def _as_transparent(function: type[Function], forward: Any, active_tape: Any) -> Any:
     @functools.wraps(forward)
     def transparent(*args: Any, **kwargs: Any) -> Any:
-        with _transparent():
+        _running.transparent += 1
+        try:
             return forward(*args, **kwargs)
+        finally:
+            _running.transparent -= 1
 
     return transparent
 
 
-@contextmanager
-def _transparent() -> Iterator[None]:
-    global _transparent_depth
-    _transparent_depth += 1
-    try:
-        yield
-    finally:
-        _transparent_depth -= 1
-
-
 def _as_replayable(function: type[Function], forward: Any, active_tape: Callable[[], Tape | None]) -> Any:
     takes_context = function.setup_context is Function.setup_context
-    call = ForwardCall(forward, takes_context)
+    call = ForwardCall(forward)
 
     @functools.wraps(forward)
     def replayable(*args: Any, **kwargs: Any) -> Any:
@@ -100,9 +132,12 @@ def _as_replayable(function: type[Function], forward: Any, active_tape: Callable
             return forward(*args, **kwargs)
         with tape.suspended():
             out = forward(*args, **kwargs)
-        operands = args[1:] if takes_context else args
-        saved = getattr(args[0], "to_save", None) if takes_context else None
-        tape.observe_function(function.__name__, call, operands, kwargs, [*_as_list(out), *(saved or ())])
+        needs_input_grad, operands, saved = None, args, ()
+        if takes_context:
+            needs_input_grad, operands, saved = args[0].needs_input_grad, args[1:], args[0].to_save or ()
+        given = {id(each) for each in operands}
+        made = [None if id(each) in given else each for each in (*_as_list(out), *saved)]
+        tape.observe_function(function.__name__, call, (needs_input_grad, *operands), kwargs, made)
         return out
 
     return replayable
@@ -111,14 +146,13 @@ def _as_replayable(function: type[Function], forward: Any, active_tape: Callable
 class ForwardCall:
     """Calls a Function's `forward` again. Returns its outputs, then what it saved for its backward pass."""
 
-    def __init__(self, forward: Callable[..., Any], takes_context: bool) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
-        self._takes_context = takes_context
 
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        if not self._takes_context:
+    def __call__(self, needs_input_grad: tuple[bool, ...] | None, *args: Any, **kwargs: Any) -> list[Any]:
+        if needs_input_grad is None:
             return _as_list(self._forward(*args, **kwargs))
-        context = _Context(args)
+        context = _Context(needs_input_grad)
         out = self._forward(context, *args, **kwargs)
         return [*_as_list(out), *context.saved]
 
@@ -126,8 +160,8 @@ class ForwardCall:
 class _Context:
     """Stands in for autograd's `ctx` in a replayed `forward`: takes whatever is stored on it, keeps what was saved."""
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.needs_input_grad = tuple(isinstance(each, Tensor) for each in args)
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
         self.saved: tuple[Any, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:

@@ -120,16 +120,28 @@ def _count_use(value: Value) -> None:
 
 
 def _verify(value: Value, tensor: Tensor, op: Op) -> None:
-    assert value.digest is not None
     op.call.counters.num_verified += 1
-    if not value.digest.matches(digest_of(tensor)):
+    if _differs(value, tensor):
+        op = _first_to_differ(op)
         raise ReplayMismatchError(
             f"recomputing {op.path} in {op.call.region} gave other numbers than the forward pass had "
-            f"(shape {tuple(tensor.shape)}, {tensor.dtype}): a kernel that torch cannot see wrote to this value or to "
+            f"(found in a value of shape {tuple(tensor.shape)}, {tensor.dtype}): a kernel that torch cannot see wrote to this value or to "
             f"one it is made from (in the forward pass, or in a custom backward), or an op on the way is not "
             f"deterministic; save it with the rule "
             f"{{ops: '{op.path}', action: save}}, or the whole module, and report the op"
         )
+
+
+def _differs(value: Value, tensor: Tensor) -> bool:
+    return value.digest is not None and not value.digest.matches(digest_of(tensor))
+
+
+def _first_to_differ(op: Op) -> Op:
+    """The op farthest back on the way to a wrong value whose own result is known to be wrong."""
+    for value in op.inputs:
+        if value.op is not None and _differs(value, _produce_as_recorded(value, op.call.device_type)):
+            return _first_to_differ(value.op)
+    return op
 
 
 def _refuse_edited(handle: Handle, found: int) -> None:
