@@ -123,16 +123,16 @@ def test_invariant_10_every_tensor_of_a_step_dies_with_it(family: str, step: Cal
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("verify", ["first", "always"])
-def test_invariant_10_two_hundred_steps_end_where_they_began(verify: str, policy: str) -> None:
+@pytest.mark.parametrize(("verify", "num_steps"), [("first", 200), ("always", 50)])
+def test_invariant_10_many_steps_end_where_they_began(verify: str, num_steps: int, policy: str) -> None:
     model = tiny_qwen3(num_hidden_layers=1, hidden_size=16, intermediate_size=16)
     planned, applied = planned_copy(model, policy, verify=verify)
     floors = []
     with applied:
-        for step in range(200):
+        for step in range(1, num_steps + 1):
             whole_step(planned)
             planned.zero_grad()
-            if step % 40 == 39:
+            if step % (num_steps // 5) == 0:
                 floors.append(tensors_alive())
     assert floors == [floors[0]] * 5
 

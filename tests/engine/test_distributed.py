@@ -1,0 +1,273 @@
+"""Two processes: data parallel, sharded and tensor parallel training: the same bits, and not one collective more."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planned_runs import (
+    Step,
+    assert_same_steps,
+    gradients_of,
+    language_loss,
+    tiny_qwen3,
+    token_batch,
+)
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actmem.runtime import apply
+
+WORLD_SIZE = 2
+POLICIES = ("none", "full", "mlp", "selective")
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def data_parallel(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def data_parallel_static_graph(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, static_graph=True)
+
+
+def data_parallel_unused_parameters(model: nn.Module) -> nn.Module:
+    model.unused = nn.Linear(4, 4)
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def sharded_and_kept(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers:
+        fully_shard(layer, reshard_after_forward=False)
+    return fully_shard(model)
+
+
+def tensor_parallel(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    for layer in model.model.layers:
+        plan = {
+            "self_attn.q_proj": ColwiseParallel(),
+            "self_attn.k_proj": ColwiseParallel(),
+            "self_attn.v_proj": ColwiseParallel(),
+            "self_attn.o_proj": RowwiseParallel(),
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(),
+        }
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def tensor_parallel_between_modules(model: nn.Module) -> nn.Module:
+    """DTensors flow from projection to projection, and leave the feed-forward part sharded along the sequence."""
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    for layer in model.model.layers:
+        plan = {
+            "mlp": PrepareModuleInputOutput(
+                input_layouts=(Replicate(),),
+                desired_input_layouts=(Replicate(),),
+                output_layouts=(Shard(1),),
+                desired_output_layouts=(Replicate(),),
+            ),
+            "mlp.gate_proj": ColwiseParallel(use_local_output=False),
+            "mlp.up_proj": ColwiseParallel(use_local_output=False),
+            "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+FEW = ("full", "selective")
+CASES: dict[Wrap, tuple[str, ...]] = {
+    data_parallel: POLICIES,
+    data_parallel_static_graph: FEW,
+    data_parallel_unused_parameters: FEW,
+    sharded: POLICIES,
+    sharded_and_kept: FEW,
+    tensor_parallel: POLICIES,
+    tensor_parallel_between_modules: FEW,
+}
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts every collective of every family, below all wrappers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith(("c10d", "_c10d_functional")) and "wait_tensor" not in name:
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in gradients.items()}
+
+
+def steps_of(wrap: Wrap, policy: str | None, rank: int) -> tuple[list[Step], list[dict[str, int]], dict[str, Any]]:
+    model = wrap(tiny_qwen3())
+    applied = apply(model, policy, verify="always") if policy is not None else None
+    steps, counts = [], []
+    for number in range(2):
+        model.zero_grad(set_to_none=True)
+        with CollectiveCounter() as below, CommDebugMode() as above:
+            loss = language_loss(token_batch(2 * number + rank))(model)
+            loss.backward()
+        counts.append(below.counts | {str(op): count for op, count in above.get_comm_counts().items()})
+        steps.append(Step(loss.detach().clone(), whole(gradients_of(model))))
+    facts: dict[str, Any] = {}
+    if applied is not None:
+        facts = {
+            "dropped": applied.stats.dropped_bytes,
+            "replayed": applied.stats.num_replayed_ops,
+            "held": applied.stats.regions[0].held_bytes_by_reason,
+        }
+        applied.remove()
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    return steps, counts, facts
+
+
+def accumulate_without_sync(policy: str | None, rank: int) -> list[Step]:
+    """Gradient accumulation with DDP's `no_sync`, the last backward synchronised."""
+    model = data_parallel(tiny_qwen3())
+    applied = apply(model, policy, verify="always") if policy is not None else None
+    steps = []
+    for number in range(2):
+        model.zero_grad(set_to_none=True)
+        with model.no_sync():
+            language_loss(token_batch(10 * number + rank))(model).backward()
+        loss = language_loss(token_batch(10 * number + 5 + rank))(model)
+        loss.backward()
+        steps.append(Step(loss.detach().clone(), gradients_of(model)))
+    if applied is not None:
+        applied.remove()
+    return steps
+
+
+def work(rank: int, port: int, directory: str) -> None:
+    """All of it in one pair of processes; what comes of each case is left in a file."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    address = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD_SIZE)
+    for wrap, policies in CASES.items():
+        for policy in (None, *policies):
+            save(steps_of, directory, f"{wrap.__name__}-{policy}-{rank}", wrap, policy, rank)
+    for policy in (None, *FEW):
+        save(accumulate_without_sync, directory, f"accumulation-{policy}-{rank}", policy, rank)
+    distributed.destroy_process_group()
+
+
+def save(run: Callable[..., Any], directory: str, name: str, *args: Any) -> None:
+    """An error is a result too; both ranks run into it alike, so neither waits for the other."""
+    try:
+        result = run(*args)
+    except Exception as error:  # noqa: BLE001
+        result = f"{type(error).__name__}: {error}"
+    torch.save(result, Path(directory, name))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(path: Path, limit_s: float = 300) -> None:
+    end = time.monotonic() + limit_s
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """One pair of processes for all tests, those on other pytest workers included."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        wait_for(directory / "done")
+    else:
+        try:
+            multiprocessing.spawn(work, args=(free_port(), str(directory)), nprocs=WORLD_SIZE)
+        finally:
+            (directory / "done").touch()
+
+    def read(name: str) -> Any:
+        result = torch.load(directory / name, weights_only=False)
+        if isinstance(result, str):
+            pytest.fail(f"{name}: {result}")
+        return result
+
+    return read
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("wrap", "policy"),
+    [pytest.param(wrap, each, id=f"{wrap.__name__}-{each}") for wrap, policies in CASES.items() for each in policies],
+)
+def test_invariant_01_same_numbers_and_no_collective_more(
+    results: Callable[[str], Any], wrap: Wrap, policy: str
+) -> None:
+    for rank in range(WORLD_SIZE):
+        expected, expected_counts, _ = results(f"{wrap.__name__}-None-{rank}")
+        steps, counts, facts = results(f"{wrap.__name__}-{policy}-{rank}")
+        assert_same_steps(steps, expected, f"rank {rank}")
+        assert any(expected_counts), "nothing was communicated"
+        assert counts == expected_counts
+        assert (facts["dropped"] > 0) == (policy != "none")
+        assert (facts["replayed"] > 0) == (policy != "none")
+
+
+@pytest.mark.parametrize("policy", FEW)
+def test_invariant_05_accumulation_without_synchronisation(results: Callable[[str], Any], policy: str) -> None:
+    for rank in range(WORLD_SIZE):
+        assert_same_steps(
+            results(f"accumulation-{policy}-{rank}"), results(f"accumulation-None-{rank}"), f"rank {rank}"
+        )
+
+
+def test_invariant_08_unsharded_parameters_are_not_held(results: Callable[[str], Any]) -> None:
+    """FSDP2 frees them after the forward; holding them would undo the sharding."""
+    _, _, facts = results("sharded-full-0")
+    hidden_bytes, rotary_bytes = 2 * 16 * 32 * 4, 2 * 16 * 8 * 4
+    assert facts["held"] == {"input": hidden_bytes + rotary_bytes}
+
+
+def test_invariant_09_what_was_communicated_is_kept(results: Callable[[str], Any]) -> None:
+    """A replay must not call the other ranks unless a plan asks for it."""
+    _, _, facts = results("tensor_parallel-full-0")
+    assert facts["held"]["communication"] > 0
