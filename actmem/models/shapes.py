@@ -13,7 +13,7 @@ from actmem.errors import ModelError
 from actmem.models.building import build_model
 
 # In every config.json, about the file and not about the model.
-_OF_THE_FILE = {"architectures", "transformers_version", "dtype", "quantization_config"}
+_OF_THE_FILE = {"_name_or_path", "architectures", "transformers_version", "dtype", "quantization_config"}
 
 
 def build_shapes(config: ModelConfig) -> PreTrainedModel:
@@ -26,7 +26,7 @@ def build_shapes(config: ModelConfig) -> PreTrainedModel:
 
 def _fields_in(directory: Path) -> dict[str, object]:
     try:
-        described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False).to_dict()
+        described = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False).to_diff_dict()
     except (StrictDataclassError, OSError, ValueError, TypeError, KeyError) as error:
         source = directory / "config.json"
         raise ModelError(f"{source} is no model configuration: {error}; give a Hugging Face directory") from error
