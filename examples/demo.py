@@ -73,7 +73,7 @@ def train_preset(preset: str) -> list[float]:
     config = RunConfig(
         model=ModelConfig(name=preset),
         data=DataConfig(path=corpus(), sequence_length=256, cache_dir=OUT / "cache"),
-        train=TrainConfig(steps=60, micro_batch_size=4, lr=2e-3, warmup_steps=6, output_dir=OUT / preset),
+        train=TrainConfig(steps=48, micro_batch_size=8, lr=3e-3, warmup_steps=6, output_dir=OUT / preset),
         policy="selective",
     )
     result = train(config)

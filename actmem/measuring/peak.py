@@ -68,7 +68,7 @@ def _collector_off() -> Iterator[None]:
 
 
 def _measure_on_cpu(step: Callable[[], object]) -> Peak:
-    profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with _without_chatter():
         profiled.start()
     try:

@@ -6,16 +6,19 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 
 Point = tuple[float, float]
+Boxes = NDArray[np.float64]
 _POINT_RADIUS = 7.0  # of a marker and the air around it, in points
 _LINE_RADIUS = 1.5
-_LINE_SAMPLES = 60
+_LINE_SAMPLES = 40
 _DISTANCES = (10.0, 20.0, 34.0)  # from the point to the label, in points; the nearest that fits is taken
 _DIRECTIONS = (0.0, 180.0, 90.0, 270.0, 45.0, 135.0, 315.0, 225.0)  # degrees; the first are preferred
 
@@ -41,21 +44,22 @@ def place_labels(
     figure.draw_without_rendering()  # settles the layout, and with it where data lies on the canvas
     renderer = figure.canvas.get_renderer()  # type: ignore[no-untyped-call]
     scale = figure.dpi / 72
-    inside = axes.get_window_extent(renderer)
+    inside = np.array([axes.get_window_extent(renderer).extents])
     obstacles = [_around(axes, label.point, _POINT_RADIUS * scale) for label in labels]
     obstacles += [_around(axes, point, _LINE_RADIUS * scale) for point in _samples(lines)]
+    taken = np.array([each.extents for each in obstacles])
     for label in labels:
         text = _write(axes, label, size)
 
-        def cost(place: tuple[float, float], text: Annotation = text) -> float:
+        def cost(place: tuple[float, float], text: Annotation = text, taken: Boxes = taken) -> float:
             _move(text, *place)
             box = text.get_window_extent(renderer)
             outside = box.width * box.height - _overlap(box, inside)
-            return outside + sum(_overlap(box, each) for each in obstacles)
+            return outside + _overlap(box, taken)
 
         places = [(distance, degrees) for distance in _DISTANCES for degrees in _DIRECTIONS]
         _move(text, *min(places, key=cost))
-        obstacles.append(text.get_window_extent(renderer))
+        taken = np.vstack([taken, text.get_window_extent(renderer).extents])
 
 
 def _write(axes: Axes, label: Label, size: float) -> Annotation:
@@ -92,6 +96,9 @@ def _around(axes: Axes, point: Point, radius: float) -> Bbox:
     return Bbox.from_extents(x - radius, y - radius, x + radius, y + radius)
 
 
-def _overlap(one: Bbox, other: Bbox) -> float:
-    shared = Bbox.intersection(one, other)
-    return 0.0 if shared is None else float(shared.width * shared.height)
+def _overlap(box: Bbox, others: Boxes) -> float:
+    """The area of `box` that lies under `others`, rows of left, bottom, right and top; counted again for each."""
+    left, bottom, right, top = others.T
+    widths = np.minimum(box.x1, right) - np.maximum(box.x0, left)
+    heights = np.minimum(box.y1, top) - np.maximum(box.y0, bottom)
+    return float((widths.clip(0) * heights.clip(0)).sum())

@@ -56,8 +56,9 @@ def plot_losses(losses: Mapping[str, Sequence[float]], *paths: str | Path) -> No
     for series, color in zip(losses.values(), colors, strict=True):
         axes.plot(range(1, len(series) + 1), series, color=color, linewidth=2)
     axes.set_xlim(0, 1.35 * max(map(len, losses.values())))  # the names stand to the right of the lines
-    ends = [(float(len(series)), series[-1]) for series in losses.values()]
-    place_labels(axes, [Label(*each) for each in zip(losses, ends, colors, strict=True)], size=_TEXT)
+    points = [[(float(step), loss) for step, loss in enumerate(series, 1)] for series in losses.values()]
+    labels = [Label(name, each[-1], color) for name, each, color in zip(losses, points, colors, strict=True)]
+    place_labels(axes, labels, [line for each in points for line in pairwise(each)], size=_TEXT)
     _save(figure, paths)
 
 
