@@ -30,6 +30,9 @@ from torch.nn import functional
 from actmem.errors import InPlaceEditError
 from actmem.planning import Action, Plan, Rule
 
+# Small regions often leave a policy nothing to drop, and it says so.
+pytestmark = pytest.mark.filterwarnings("ignore::actmem.runtime.NoEffectWarning")
+
 POLICIES = ("none", "full", "selective")
 Forward = Callable[[Any, Tensor], Tensor]
 AUTOGRADS_WORDS = "modified by an inplace operation"

@@ -28,6 +28,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from actmem.errors import InPlaceEditError
 from actmem.runtime import apply
 
+# Small regions often leave a policy nothing to drop, and it says so.
+pytestmark = pytest.mark.filterwarnings("ignore::actmem.runtime.NoEffectWarning")
+
 
 @pytest.fixture(autouse=True)
 def _no_collector() -> Iterator[None]:

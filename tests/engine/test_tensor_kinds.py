@@ -26,6 +26,9 @@ from planned_runs import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+# Small regions often leave a policy nothing to drop, and it says so.
+pytestmark = pytest.mark.filterwarnings("ignore::actmem.runtime.NoEffectWarning")
+
 POLICIES = ("none", "full", "selective")
 Forward = Callable[[Any, Tensor], Any]
 
