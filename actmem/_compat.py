@@ -28,6 +28,7 @@ __all__ = [
     "dtensor_functions",
     "flop_registry",
     "is_compiled",
+    "is_compiler_watching",
     "is_fake",
     "local_storage",
     "raw_call",
@@ -103,9 +104,10 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the storage behind a tensor, all of it; of the numbers in a sparse one."""
+    """Bytes of the storage behind a tensor, all of it; behind the numbers in a sparse or ragged one."""
     if tensor.layout is not torch.strided:
-        return int(tensor._nnz()) * tensor.element_size()
+        numbers = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+        return numbers.untyped_storage().nbytes()
     return local_storage(tensor).nbytes()
 
 
@@ -119,6 +121,12 @@ def is_compiled(module: torch.nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return wrapped or module._compiled_call_impl is not None
+
+
+def is_compiler_watching() -> bool:
+    """Whether torch's compiler looks at the frames that run now."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def async_collective_types() -> tuple[type[torch.Tensor], ...]:

@@ -1,10 +1,14 @@
 """The fewest bytes that let a region's backward pass run without re-running any compute-intensive op.
 
-Each storage is a node that can be held at the price of its bytes; an op carries availability from its inputs to its
-outputs unless it is compute-intensive; what cannot be made again is tied to the source, what the backward pass reads
-to the sink. The cheapest set of storages to hold is then a minimum vertex cut (the min-cut rematerialisation of
-Horace He and Shangdi Yu, "Transcending Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware", MLSys 2023;
-here over storages instead of tensors). Among cuts of equal bytes the one nearest to the sink re-runs the fewest ops.
+Two yes-or-no questions: is op v re-run (x_v), and does somebody ask for storage o (d_o)? The backward pass asks for what
+autograd packed; an op that is re-run asks for its inputs. A storage that is asked for costs its bytes unless the op that
+made it is re-run; inputs and always-saved ones cost theirs in any case; a compute-intensive op is never re-run. Every
+term is of the form "yes here and no there costs so much", so the cheapest answers are a minimum cut with the yes's on the
+source's side. Among equal cuts, the one with the fewest yes's re-runs the fewest ops.
+
+The idea is the min-cut rematerialisation of Horace He and Shangdi Yu, "Transcending Runtime-Memory Tradeoffs in
+Checkpointing by being Fusion Aware" (MLSys 2023), here over ops and storages instead of tensors, which counts views and
+ops with several outputs exactly.
 """
 
 from __future__ import annotations
@@ -18,54 +22,45 @@ _SOURCE, _SINK = "source", "sink"
 
 
 def cheapest_to_hold(graph: RegionGraph) -> frozenset[int]:
-    """Storages to hold, inputs of the region included and parameters left out."""
-    residual = preflow_push(_network(graph), _SOURCE, _SINK)
-    sink_side = _reaching_sink(residual)
-    return frozenset(
-        index for index in range(len(graph.storages)) if ("out", index) in sink_side and ("in", index) not in sink_side
-    )
+    """Storages to hold: inputs of the region and always-saved ones that are needed included, parameters left out."""
+    yes = _source_side(preflow_push(_network(graph), _SOURCE, _SINK))
+    held = set()
+    for index, storage in enumerate(graph.storages):
+        bound = storage.kind == "input" or storage.kept is not None
+        if ("asked", index) in yes and (bound or ("re-run", graph.creators[index]) not in yes):
+            held.add(index)
+    return frozenset(held)
 
 
 def _network(graph: RegionGraph) -> nx.DiGraph:
     network = nx.DiGraph()
     network.add_nodes_from([_SOURCE, _SINK])
     for index, storage in enumerate(graph.storages):
-        if storage.kind == "parameter":
-            continue
-        capacity = {} if storage.edited else {"capacity": storage.num_bytes}
-        network.add_edge(("in", index), ("out", index), **capacity)
+        price = {"capacity": storage.num_bytes}
         if storage.kind == "input" or storage.kept is not None:
-            network.add_edge(_SOURCE, ("in", index))
-    for op in graph.ops:
-        _add_op(network, graph, op.inputs, op.outputs, compute_intensive=op.compute_intensive)
+            network.add_edge(("asked", index), _SINK, **price)
+        elif storage.kind == "op":
+            network.add_edge(("asked", index), ("re-run", graph.creators[index]), **({} if storage.edited else price))
     for index in graph.packed_storages:
-        network.add_edge(("out", index), _SINK)
+        network.add_edge(_SOURCE, ("asked", index))
+    for index, op in enumerate(graph.ops):
+        made = {graph.values[value].storage for value in op.outputs}
+        if op.compute_intensive and not any(graph.storages[storage].edited for storage in made):
+            network.add_edge(("re-run", index), _SINK)
+        for storage in {graph.values[value].storage for value in op.inputs} - made:
+            if graph.storages[storage].kind != "parameter":
+                network.add_edge(("re-run", index), ("asked", storage))
     return network
 
 
-def _add_op(
-    network: nx.DiGraph, graph: RegionGraph, inputs: tuple[int, ...], outputs: tuple[int, ...], *, compute_intensive: bool
-) -> None:
-    sources = {graph.values[index].storage for index in inputs}
-    made = {graph.values[index].storage for index in outputs} - sources
-    for target in made:
-        if graph.storages[target].kind != "op":
-            continue
-        if compute_intensive and not graph.storages[target].edited:
-            network.add_edge(_SOURCE, ("in", target))
-        for source in sources:
-            if graph.storages[source].kind != "parameter":
-                network.add_edge(("out", source), ("in", target))
-
-
-def _reaching_sink(residual: nx.DiGraph) -> set[object]:
-    reaching: set[object] = {_SINK}
-    pending: list[object] = [_SINK]
+def _source_side(residual: nx.DiGraph) -> set[object]:
+    """The smallest source side of all minimum cuts."""
+    reached: set[object] = {_SOURCE}
+    pending: list[object] = [_SOURCE]
     while pending:
         node = pending.pop()
-        for before in residual.predecessors(node):
-            edge = residual[before][node]
-            if before not in reaching and edge["flow"] < edge["capacity"]:
-                reaching.add(before)
-                pending.append(before)
-    return reaching
+        for after, edge in residual[node].items():
+            if after not in reached and edge["flow"] < edge["capacity"]:
+                reached.add(after)
+                pending.append(after)
+    return reached

@@ -16,6 +16,7 @@ from ruamel.yaml.error import YAMLError
 from actmem.errors import PlanError
 
 FORMAT_VERSION = 1
+MAX_LAYER = 9999
 
 
 class Action(Enum):
@@ -123,21 +124,25 @@ class RuleSet:
     def __init__(self, rules: tuple[Rule, ...]) -> None:
         self.rules = rules
         self.matched: set[Rule] = set()
-        self._actions: dict[str, Action] = {}
+        self._winners: dict[str, Rule | None] = {}
 
     def meet(self, paths: Iterable[str]) -> None:
         """Note which rules match any of these paths."""
         for path in paths:
-            self.action_of(path)
+            self.winner_of(path)
 
     def action_of(self, path: str) -> Action:
         """The action of the op at `path`: that of the last rule that matches, else save."""
-        action = self._actions.get(path)
-        if action is None:
+        winner = self.winner_of(path)
+        return Action.SAVE if winner is None else winner.action
+
+    def winner_of(self, path: str) -> Rule | None:
+        """The rule that decides about the op at `path`."""
+        if path not in self._winners:
             matching = [rule for rule in self.rules if rule.matches(path)]
             self.matched.update(matching)
-            action = self._actions[path] = matching[-1].action if matching else Action.SAVE
-        return action
+            self._winners[path] = matching[-1] if matching else None
+        return self._winners[path]
 
     @cached_property
     def recomputes(self) -> bool:
@@ -164,6 +169,8 @@ def from_ranges(ranges: Iterable[str | int]) -> tuple[int, ...]:
         if match is None:
             raise ValueError(f"{item!r} is not a layer or a range of layers; write for example 3 or '0-15'")
         first, last = int(match[1]), int(match[2] or match[1])
+        if last > MAX_LAYER:
+            raise ValueError(f"{item!r} is beyond layer {MAX_LAYER}; no model has that many")
         if last < first or (layers and first <= layers[-1]):
             raise ValueError(f"{item!r} is out of order; layers must be strictly ascending and must not overlap")
         layers.extend(range(first, last + 1))
@@ -191,7 +198,8 @@ class _PlanReader:
             self._faults.append(f"name: {name!r} is not a text")
         fingerprint = self._fingerprint(data["fingerprint"]) if data.get("fingerprint") is not None else None
         if self._faults:
-            raise PlanError("\n  ".join([f"{len(self._faults)} faults in the plan {self._source}:", *self._faults]))
+            noun = "fault" if len(self._faults) == 1 else "faults"
+            raise PlanError("\n  ".join([f"{len(self._faults)} {noun} in the plan {self._source}:", *self._faults]))
         return Plan(str(name), tuple(rule for rule in read if rule is not None), fingerprint)
 
     def _known(self, data: Mapping[str, object], allowed: set[str], where: str) -> None:

@@ -128,14 +128,16 @@ def _refuse_conflicts(model: nn.Module, regions: dict[str, nn.Module]) -> None:
     compiled = [name or type(model).__name__ for name, module in model.named_modules() if is_compiled(module)]
     if compiled:
         raise ApplyError(f"{', '.join(compiled[:3])} went through torch.compile; a plan needs the model as it was before")
-    nested = [(a, b) for a in regions for b in regions if a != b and b.startswith(f"{a}." if a else "")]
+    inside = {name: {id(each) for each in module.modules()} for name, module in regions.items()}
+    nested = [(a, b) for a in regions for b, module in regions.items() if a != b and id(module) in inside[a]]
     if nested:
         raise ApplyError(f"region {nested[0][1]} lies inside region {nested[0][0]}; name only one of them")
     checkpointed = [name for name, module in regions.items() if getattr(module, "gradient_checkpointing", False)]
     if checkpointed:
         raise ApplyError(
             f"Hugging Face gradient checkpointing is on in {len(checkpointed)} layers ({checkpointed[0]}, …), so they "
-            "would be recomputed twice: call model.gradient_checkpointing_disable() first"
+            "would be recomputed twice: turn it off first (model.gradient_checkpointing_disable(), named "
+            "activation_checkpointing_disable() in newer versions)"
         )
     planned = [name for name, module in regions.items() if is_planned(module)]
     if planned:

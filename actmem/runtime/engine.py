@@ -8,12 +8,12 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from actmem._compat import storage_id
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
-from actmem.planning import Fates, Plan, Policy, Rule
+from actmem.planning import Action, Fates, Plan, Policy, Rule
 from actmem.planning.plan import RuleSet, to_ranges
 from actmem.runtime.tape import Tape
 
@@ -25,9 +25,10 @@ class NoEffectWarning(UserWarning):
 
 
 class RuleSource(Protocol):
-    """Where a region's rules come from."""
+    """Where a region's rules come from. `must_free`: somebody wrote each rule, so one that frees nothing is news."""
 
     name: str
+    must_free: bool
 
     def group(self, layer: int) -> Hashable:
         """Equal for layers that get equal rules for equal graphs."""
@@ -38,6 +39,8 @@ class RuleSource(Protocol):
 
 class PlanRules:
     """Rules from a plan."""
+
+    must_free = True
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -54,6 +57,8 @@ class PlanRules:
 
 class PolicyRules:
     """Rules made by a policy on each region's own graph."""
+
+    must_free = False
 
     def __init__(self, name: str, policy: Policy) -> None:
         self.name = name
@@ -81,6 +86,8 @@ class Engine:
         self._rules: dict[int, RuleSet] = {}
         self._fates: dict[int, Fates] = {}
         self._matched: set[Rule] = set()
+        self._freeing: set[Rule | None] = set()
+        self._has_reported = False
         self._asked: dict[int, tuple[Rule, ...]] = {}
         self._num_layers = num_layers
 
@@ -94,6 +101,10 @@ class Engine:
         if model is None:
             return frozenset()
         return frozenset(storage_id(each) for each in (*model.parameters(), *model.buffers()))
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in one of the model's parameters or buffers."""
+        return storage_id(tensor) in self.owned_storages()
 
     @contextmanager
     def activate(self, tape: Tape) -> Iterator[None]:
@@ -114,24 +125,36 @@ class Engine:
         return self._rules[id(fates)]
 
     def note_matches(self, layer: int, fates: Fates) -> None:
-        """Note what a layer's rules matched; once all layers have run, report rules that matched nothing anywhere."""
+        """Note what a layer's rules matched and freed; once all layers have run, report rules that did nothing."""
         rules = self._rules[id(fates)]
         self._asked[layer] = rules.rules
         self._matched |= rules.matched
+        creators = fates.graph.creators
+        self._freeing |= {rules.winner_of(fates.graph.ops[creators[storage]].path) for storage in fates.dropped}
         if len(self._asked) == self._num_layers:
-            self._report_unmatched()
-            self._num_layers = -1
+            self.report_no_effect()
 
-    def _report_unmatched(self) -> None:
+    def report_no_effect(self) -> None:
+        """Report, once, the rules that match no op or free no byte in any layer called so far."""
+        if self._has_reported or not self._asked:
+            return
+        self._has_reported = True
         asked = dict.fromkeys(rule for rules in self._asked.values() for rule in rules)
         unmatched = [rule for rule in asked if rule not in self._matched]
-        if not unmatched:
+        faults = [f"{_named(rule)} matches no op" for rule in unmatched]
+        if self.source.must_free:
+            idle = [rule for rule in asked if rule.action is Action.RECOMPUTE and rule in self._matched - self._freeing]
+            faults += [f"{_named(rule)} frees 0 bytes: what it matches is not saved, or must be" for rule in idle]
+        if not faults:
             return
-        listed = "; ".join(f"{rule.pattern!r} in layers {_layers_text(rule)}" for rule in unmatched)
-        message = f"{len(unmatched)} rules of {self.source.name} match no op: {listed}; `actmem explain` lists the paths"
+        message = f"rules of {self.source.name} without effect: {'; '.join(faults)}; `actmem explain` lists the paths"
         if self._strict:
             raise PlanError(message)
         warnings.warn(message, NoEffectWarning, stacklevel=2)
+
+
+def _named(rule: Rule) -> str:
+    return f"{rule.pattern!r} in layers {'all' if rule.layers is None else ', '.join(to_ranges(rule.layers))}"
 
 
 class _Active:
@@ -144,7 +167,3 @@ _active = _Active()
 def active_tape() -> Tape | None:
     """The tape of the region that runs now."""
     return _active.tape
-
-
-def _layers_text(rule: Rule) -> str:
-    return "all" if rule.layers is None else ", ".join(to_ranges(rule.layers))

@@ -7,8 +7,12 @@ inside all module hooks, those of FSDP2 included.
 
 from __future__ import annotations
 
+import copy
 import functools
-from typing import Any, Protocol
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, SupportsIndex
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -36,23 +40,23 @@ class Interception:
     def __init__(self, runners: dict[nn.Module, Runner]) -> None:
         self._modules = WeakKeyDictionary(dict.fromkeys(runners))
         self._classes = {type(module) for module in runners if "forward" not in vars(module)}
-        self._instances = WeakKeyDictionary({m: vars(m)["forward"] for m in runners if "forward" in vars(m)})
         _runners.update(runners)
         for cls in self._classes:
             _wrap_class(cls)
-        for module, forward in self._instances.items():
-            vars(module)["forward"] = _planned_instance_forward(module, forward)
+        for module in runners:
+            if "forward" in vars(module):
+                vars(module)["forward"] = PlannedForward(module, vars(module)["forward"])
 
     def remove(self) -> None:
         """Stop running the regions under a plan."""
         for module in list(self._modules):
             _runners.pop(module, None)
-        for module, forward in self._instances.items():
-            vars(module)["forward"] = forward
+            forward = vars(module).get("forward")
+            if isinstance(forward, PlannedForward):
+                vars(module)["forward"] = forward.original
         for cls in self._classes:
             _unwrap_class(cls)
         self._modules.clear()
-        self._instances.clear()
         self._classes = set()
 
 
@@ -80,19 +84,62 @@ def _unwrap_class(cls: type[nn.Module]) -> None:
 def _planned_forward(cls: type[nn.Module], original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A subclass's forward may call this one through super(): the call is its own already.
-        runner = _runners.get(self) if type(self) is cls else None
-        if runner is None:
-            return original(self, *args, **kwargs)
-        return runner(self, functools.partial(original, self), args, kwargs)
+        runner = _runners.get(self)
+        if runner is not None and id(self) not in _running:
+            return _run(runner, self, functools.partial(original, self), args, kwargs)
+        if runner is None and getattr(self, "gradient_checkpointing", False):
+            with _unwrapped(cls, forward):
+                return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return forward
 
 
-def _planned_instance_forward(module: nn.Module, original: Any) -> Any:
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        runner = _runners.get(module)
-        return original(*args, **kwargs) if runner is None else runner(module, original, args, kwargs)
+_running: set[int] = set()
+"""Planned modules inside a call: a subclass's forward that calls its parent's has its tape already."""
 
-    return forward
+
+def _run(runner: Runner, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _running.add(id(module))
+    try:
+        return runner(module, forward, args, kwargs)
+    finally:
+        _running.discard(id(module))
+
+
+@contextmanager
+def _unwrapped(cls: type[nn.Module], wrapper: Any) -> Iterator[None]:
+    """Hugging Face's layers recompute only while their class has the `forward` that it was defined with; a model of the
+    same class that is under no plan must not notice ours."""
+    original, _ = _wrapped[cls]
+    if original is _INHERITED:
+        del cls.forward
+    else:
+        cls.forward = original
+    try:
+        yield
+    finally:
+        cls.forward = wrapper
+
+
+class PlannedForward:
+    """Stands in for a `forward` that somebody set on the instance. Copies and pickles are those of the original."""
+
+    def __init__(self, module: nn.Module, original: Any) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original, under a plan if its module has one."""
+        module = self._module()
+        runner = None if module is None else _runners.get(module)
+        if runner is None or module is None or id(module) in _running:
+            return self.original(*args, **kwargs)
+        return _run(runner, module, self.original, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.original.__reduce_ex__(protocol)

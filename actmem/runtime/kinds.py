@@ -20,6 +20,7 @@ OPAQUE = "opaque autograd.Function"
 SUBCLASS = "unregistered tensor subclass"
 COMMUNICATION = "communication"
 SPARSE = "sparse layout"
+UNSEEN = "reached without an op"
 VOLATILE = "made from a buffer that the region edits"
 
 # Operands that kernels write although the schema says that they do not: all that a run over torch's operator database

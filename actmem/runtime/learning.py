@@ -26,6 +26,7 @@ from actmem.runtime.kinds import (
     RANDOM,
     SPARSE,
     SUBCLASS,
+    UNSEEN,
     VOLATILE,
     Kind,
     are_replayable_types,
@@ -33,7 +34,7 @@ from actmem.runtime.kinds import (
     replayable_function,
 )
 from actmem.runtime.scope import Scope
-from actmem.runtime.tape import Handle, RegionCall, Tape
+from actmem.runtime.tape import Handle, RegionCall, Tape, address_of
 from actmem.runtime.tape import Value as TapeValue
 
 
@@ -72,6 +73,7 @@ class LearningTape(Tape):
         self._made: dict[int, TapeValue] = {}
         self._indices: dict[int, int] = {}
         self._values: list[Value] = []
+        self._seen_as: list[tuple[int, int] | None] = []
         self._storages: list[Storage] = []
         self._storage_ids: list[int] = []
         self._storage_indices: dict[int, int] = {}
@@ -203,15 +205,23 @@ class LearningTape(Tape):
     def _add_output(self, tensor: Tensor, kept: str | None) -> int:
         known = self._indices.get(id(tensor))
         if known is not None and kept != EDITED:
-            return known
+            return known  # an op that returns its operand as it is
         if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
             kept = kept or INTEGER
         if tensor.layout is not torch.strided:
             kept = kept or SPARSE
-        return self._add_value(tensor, "op", kept, producer=len(self._ops))
+        index = self._add_value(tensor, "op", kept, producer=len(self._ops))
+        if kept == EDITED:
+            self._seen_as[index] = None  # torch counts the edit only when this call has returned
+        return index
 
     def _index_of(self, tensor: Tensor) -> int:
         index = self._indices.get(id(tensor))
+        if index is not None and self._seen_as[index] is None:
+            self._seen_as[index] = _state_of(tensor)
+        elif index is not None and self._seen_as[index] != _state_of(tensor):
+            self._note_unseen_edit(index)
+            index = None
         if index is None:
             owned = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
             owned = owned or storage_id(tensor) in self._owned
@@ -221,6 +231,8 @@ class LearningTape(Tape):
     def _add_value(self, tensor: Tensor, origin: Any, kept: str | None, producer: int | None) -> int:
         identity = storage_id(tensor)
         storage = self._storage_indices.get(identity)
+        if storage is not None and producer is None and self._storages[storage].kind == "op":
+            self._storages[storage] = replace(self._storages[storage], kept=self._storages[storage].kept or UNSEEN)
         if storage is None:
             storage = self._storage_indices[identity] = len(self._storages)
             self._storages.append(Storage(storage_bytes(tensor), origin, kept))
@@ -228,6 +240,7 @@ class LearningTape(Tape):
         index = self._indices[id(tensor)] = len(self._values)
         self._values.append(Value(storage, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), producer))
         self._tensors.append(tensor)
+        self._seen_as.append(_state_of(tensor))
         return index
 
     def _mark_edited(self, tensor: Tensor) -> None:
@@ -235,14 +248,22 @@ class LearningTape(Tape):
         identity = storage_id(tensor)
         if identity in self._owned:
             self._volatile.add(identity)
-        before = self._storage_indices.pop(identity, None)
+        before = self._storage_indices.get(identity)
         if before is not None:
-            storage = self._storages[before]
-            if storage.kind == "op" and storage.kept is None:
-                self._storages[before] = replace(storage, edited=True)
-        self._forget_views_of(before)
+            self._end_storage(before)
 
-    def _forget_views_of(self, storage: int | None) -> None:
+    def _note_unseen_edit(self, index: int) -> None:
+        """Only a tensor's version or address tells that its contents are others now: no op that was seen changed them."""
+        self._end_storage(self._values[index].storage)
+
+    def _end_storage(self, index: int) -> None:
+        storage = self._storages[index]
+        if storage.kind == "op" and storage.kept is None:
+            self._storages[index] = replace(storage, edited=True)
+        self._storage_indices.pop(self._storage_ids[index], None)
+        self._forget_views_of(index)
+
+    def _forget_views_of(self, storage: int) -> None:
         for key, index in list(self._indices.items()):
             if self._values[index].storage == storage:
                 del self._indices[key]
@@ -262,6 +283,11 @@ def reason_to_keep(kind: Kind, types: Any, args: Any, kwargs: Any) -> str | None
     if kind.kept is None and not (kind.view or kind.custom) and running_opaque():
         return OPAQUE
     return kind.kept
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    version = -1 if tensor.is_inference() else tensor._version
+    return version, address_of(tensor)
 
 
 def tensors_in(items: Any) -> list[Tensor]:

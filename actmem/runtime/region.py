@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from actmem._compat import is_compiler_watching
 from actmem.errors import ApplyError
 from actmem.graph import RegionGraph
 from actmem.planning import Fates, resolve
@@ -46,22 +47,25 @@ class PlannedRegion:
 
     def __call__(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of `module`."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_compiler_watching():
             raise ApplyError(f"{self._stats.name} is being compiled while a plan is applied: remove one of the two")
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if getattr(module, "gradient_checkpointing", False) and module.training:
             raise ApplyError(
                 f"Hugging Face gradient checkpointing is on in {self._stats.name} as well as a plan, so it would be "
-                "recomputed twice: call model.gradient_checkpointing_disable(), or remove the plan"
+                "recomputed twice: turn it off (model.gradient_checkpointing_disable(), named "
+                "activation_checkpointing_disable() in newer versions), or remove the plan"
             )
         return self._run(module, forward, args, kwargs, _key_of(module, args, kwargs))
 
     def _run(self, module: nn.Module, forward: Any, args: Any, kwargs: Any, key: Hashable) -> Any:
         self._stats.num_calls += 1
+        if self._stats.num_calls > 1:
+            self._engine.report_no_effect()
         course = self._course(key)
         verify = self._engine.verifies(first=key not in self._seen or course == "learn")
-        call = RegionCall(self._stats.name, _device_type(args, kwargs, module), self.counters)
+        call = RegionCall(self._stats.name, _device_type(args, kwargs, module), self.counters, self._engine.owns)
         out = self._run_course(course, call, verify, module, forward, args, kwargs, key)
         self._seen.add(key)
         return out

@@ -30,23 +30,26 @@ def unpack(handle: Handle) -> Tensor:
         _refuse_edited(handle, watched._version)
     if value is None:
         assert handle.tensor is not None
-        return _guarded(handle.tensor) if handle.is_source else handle.tensor
+        return _guarded(handle.tensor, handle) if handle.is_source else handle.tensor
     if value.op is None:
         assert value.tensor is not None
-        return _guarded(value.tensor)
+        return _guarded(value.tensor, handle)
     tensor = value.memo
     if tensor is None:
         tensor = _produce_as_recorded(value, handle.call.device_type)
     _count_use(value)
     if value.digest is not None:
         _verify(value, tensor, value.op)
-    return tensor if value.memo is None else _guarded(tensor)
+    return tensor if value.memo is None else _guarded(tensor, handle)
 
 
-def _guarded(tensor: Tensor) -> Tensor:
+def _guarded(tensor: Tensor, handle: Handle) -> Tensor:
     """A tensor from which others may have yet to be recomputed. Autograd's own formulas only read it; the backward of a
-    Python Function may write to what it saved (fused kernels do), so it gets a copy."""
-    return tensor.clone() if asked_by_python_function() else tensor
+    Python Function may write to what it saved (fused kernels do), so it gets a copy with the same layout."""
+    if type(tensor) is not Tensor or not asked_by_python_function() or handle.call.owns(tensor):
+        return tensor
+    storage = tensor.untyped_storage().clone()
+    return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _produce_as_recorded(wanted: Value, device_type: str) -> Tensor:

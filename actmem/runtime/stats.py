@@ -24,7 +24,7 @@ class RegionStats:
     layer: int
     held_bytes: int = 0
     dropped_bytes: int = 0
-    held_bytes_by_reason: Counter[str] = field(default_factory=Counter)
+    held_bytes_by_reason: dict[str, int] = field(default_factory=dict)
     num_calls: int = 0
     num_learning_calls: int = 0
     num_streamed_calls: int = 0
@@ -37,7 +37,7 @@ class RegionStats:
         """Note the fates that calls of this region now have."""
         self.held_bytes = fates.held_bytes
         self.dropped_bytes = fates.dropped_bytes
-        self.held_bytes_by_reason = fates.held_bytes_by_reason
+        self.held_bytes_by_reason = dict(fates.held_bytes_by_reason)
         self.num_ops_on_tape = len(fates.replayed)
 
 

@@ -57,7 +57,7 @@ class Value:
         self.op = op
         self.origin = weakref.ref(origin)
         self.version = origin._version
-        self.address = _address(origin)
+        self.address = address_of(origin)
         self.tensor: Tensor | None = None
         self.memo: Tensor | None = None
         self.uses = 0
@@ -81,11 +81,15 @@ class Op:
 
 
 class RegionCall:
-    """What all handles and ops of one region call share: the region's name and what happened in its backward pass."""
+    """What all handles and ops of one region call share: the region's name, what happened in its backward pass, and
+    whether a tensor lies in the model's own parameters and buffers (`owns`)."""
 
-    __slots__ = ("counters", "device_type", "region")
+    __slots__ = ("counters", "device_type", "owns", "region")
 
-    def __init__(self, region: str, device_type: str, counters: ReplayCounters) -> None:
+    def __init__(
+        self, region: str, device_type: str, counters: ReplayCounters, owns: Callable[[Tensor], bool]
+    ) -> None:
+        self.owns = owns
         self.region = region
         self.device_type = device_type
         self.counters = counters
@@ -168,6 +172,8 @@ class Tape(DispatchMode):
                 continue
             if type(holder) is Handle:
                 holder.is_source = id(tensor) in self._known
+            elif holder.address != address_of(tensor):
+                holder.version = _LOST
             if type(tensor) is not Parameter:
                 holder.tensor = tensor.detach()
         self._known.clear()
@@ -219,6 +225,7 @@ class Tape(DispatchMode):
                 if origin is not None and value.op is None and value.uses and value.tensor is not None:
                     value.tensor = value.tensor.clone()
                     value.version = value.tensor._version
+                    value.address = address_of(value.tensor)
 
     def _operand(self, arg: Any, op: Op) -> Any:
         if isinstance(arg, Tensor):
@@ -243,7 +250,7 @@ class Tape(DispatchMode):
             value is None
             or value.origin() is not tensor
             or value.version != tensor._version
-            or value.address != _address(tensor)
+            or value.address != address_of(tensor)
         ):
             return None
         return value
@@ -258,10 +265,14 @@ class Tape(DispatchMode):
         return value
 
 
+_LOST = -1
+"""The version of a source that no longer holds what was read from it: somebody put other memory behind the tensor."""
+
 _CONTAINERS = (list, tuple)
 
 
-def _address(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
+    """Where a plain tensor's numbers lie; 0 for tensors that do not say."""
     return tensor.data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else 0
 
 
