@@ -1,0 +1,74 @@
+"""actmem: train transformers in less memory.
+
+Every tensor that autograd saves for the backward pass is saved or recomputed, under one plan, to the last bit.
+
+    applied = actmem.apply(model, "selective")
+    model(**batch).loss.backward()
+    applied.remove()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from actmem.config.loading import load_config, parse_config
+from actmem.errors import (
+    ActmemError,
+    ApplyError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    InPlaceEditError,
+    MeasurementError,
+    ModelError,
+    NonFiniteError,
+    PlanError,
+    ReplayMismatchError,
+)
+from actmem.planning import Action, Plan, Rule
+
+if TYPE_CHECKING:
+    from actmem.runtime import Applied, NoEffectWarning, Stats, apply, register_replayable, register_subclass
+    from actmem.tracing import trace
+
+__all__ = [
+    "Action",
+    "ActmemError",
+    "Applied",
+    "ApplyError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "InPlaceEditError",
+    "MeasurementError",
+    "ModelError",
+    "NoEffectWarning",
+    "NonFiniteError",
+    "Plan",
+    "PlanError",
+    "ReplayMismatchError",
+    "Rule",
+    "Stats",
+    "apply",
+    "load_config",
+    "parse_config",
+    "register_replayable",
+    "register_subclass",
+    "trace",
+]
+
+_NEED_TORCH = {"trace": "actmem.tracing"} | dict.fromkeys(
+    ("Applied", "NoEffectWarning", "Stats", "apply", "register_replayable", "register_subclass"), "actmem.runtime"
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for, so that ``actmem --help`` does not wait for it."""
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'actmem' has no attribute {name!r}")
+    return getattr(import_module(_NEED_TORCH[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

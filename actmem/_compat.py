@@ -1,3 +1,7 @@
+"""The only place that tests torch's or transformers' version, or touches one of their private names."""
+
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +58,8 @@ class DispatchMode(TorchDispatchMode):
 
 def raw_call(func: Any) -> Callable[..., Any]:
     """What an op overload calls, without the Python frame around it."""
-    return getattr(func, "_op", func)
+    call: Callable[..., Any] = getattr(func, "_op", func)
+    return call
 
 
 def _grouped_mm_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
@@ -70,7 +75,7 @@ DATA_DEPENDENT_ERRORS = (DynamicOutputShapeException, DataDependentOutputExcepti
 """What fake tensors raise where the next op depends on numbers that they do not have."""
 
 
-class FakeGroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FakeGroupedProducts(TorchDispatchMode):
     """Lets fake tensors of any dtype into a grouped matmul: torch's kernels take more dtypes than its rule for the
     shape of the result, which knows bfloat16 alone."""
 

@@ -9,7 +9,8 @@
     ├── CheckpointError (ValueError)     a checkpoint that cannot be written, read or resumed
     ├── MeasurementError (RuntimeError)  a figure that could not be measured as it must be
     ├── InPlaceEditError (RuntimeError)  a tensor edited in place after the backward pass came to need it
-    └── ReplayMismatchError (RuntimeError)  a recomputed value that differs from the one it stands for
+    ├── ReplayMismatchError (RuntimeError)  a recomputed value that differs from the one it stands for
+    └── NonFiniteError (FloatingPointError)  a loss that is infinite or not a number
 
 Each also derives from the built-in error that a caller who does not know actmem would catch. A message says what is
 wrong with its value, what was allowed, and what to do next.
@@ -93,3 +94,7 @@ class InPlaceEditError(ActmemError, RuntimeError):
 
 class ReplayMismatchError(ActmemError, RuntimeError):
     """A recomputed value differs from the value it stands for; training must not go on."""
+
+
+class NonFiniteError(ActmemError, FloatingPointError):
+    """A loss or gradient that is not a number; no optimizer step was taken with it."""

@@ -16,6 +16,7 @@ from actmem.cli.bench import bench
 from actmem.cli.check import check
 from actmem.cli.explain import explain
 from actmem.cli.screen import Screen
+from actmem.cli.train import train
 from actmem.errors import ActmemError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(check)
 app.command()(explain)
 app.command()(bench)
+app.command()(train)
 
 
 def _show_version(wanted: bool) -> None:

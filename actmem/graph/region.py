@@ -104,7 +104,9 @@ class RegionGraph:
     def from_dict(cls, data: dict[str, Any]) -> RegionGraph:
         """The graph that `to_dict` wrote."""
         return cls(
-            ops=tuple(Op(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}) for op in data["ops"]),
+            ops=tuple(
+                Op(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}) for op in data["ops"]
+            ),
             values=tuple(Value(**{**value, "shape": tuple(value["shape"])}) for value in data["values"]),
             storages=tuple(Storage(**storage) for storage in data["storages"]),
             packed=tuple(data["packed"]),

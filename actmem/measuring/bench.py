@@ -108,7 +108,7 @@ class _Contender:
     def step(self) -> Tensor:
         """One forward and backward pass; returns the loss."""
         loss = self._forward(self._model)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     def measure_memory(self, graph: Graph) -> tuple[int, Holdings | None]:

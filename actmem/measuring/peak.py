@@ -28,7 +28,7 @@ ALLOWED_LEFT_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """`peak_bytes`: the most of its own that a step had allocated at once; `left_bytes`: what of it was left at the end.
+    """`peak_bytes`: the most of its own that a step had allocated at once; `left_bytes`: what of it was left over.
 
     A step is expected to leave alone what stood before it: the CPU's profiler does not see that given back.
     """

@@ -1,10 +1,10 @@
 """The fewest bytes that let a region's backward pass run without re-running any compute-intensive op.
 
-Two yes-or-no questions: is op v re-run (x_v), and does somebody ask for storage o (d_o)? The backward pass asks for what
-autograd packed; an op that is re-run asks for its inputs. A storage that is asked for costs its bytes unless the op that
-made it is re-run; inputs and always-saved ones cost theirs in any case; a compute-intensive op is never re-run. Every
-term is of the form "yes here and no there costs so much", so the cheapest answers are a minimum cut with the yes's on the
-source's side. Among equal cuts, the one with the fewest yes's re-runs the fewest ops.
+Two yes-or-no questions: is op v re-run, and does somebody ask for storage o? The backward pass asks for what autograd
+packed; an op that is re-run asks for its inputs. A storage that is asked for costs its bytes unless the op that made it
+is re-run; inputs and always-saved ones cost theirs in any case; a compute-intensive op is never re-run. Every term says
+"yes here and no there costs so much", so the cheapest answers are a minimum cut with the yes's on the source's
+side. Among equal cuts, the one with the fewest yes's re-runs the fewest ops.
 
 The idea is the min-cut rematerialisation of Horace He and Shangdi Yu, "Transcending Runtime-Memory Tradeoffs in
 Checkpointing by being Fusion Aware" (MLSys 2023), here over ops and storages instead of tensors, which counts views and
@@ -12,6 +12,8 @@ ops with several outputs exactly.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import networkx as nx
 from networkx.algorithms.flow import preflow_push
@@ -32,8 +34,8 @@ def cheapest_to_hold(graph: RegionGraph) -> frozenset[int]:
     return frozenset(held)
 
 
-def _network(graph: RegionGraph) -> nx.DiGraph:
-    network = nx.DiGraph()
+def _network(graph: RegionGraph) -> nx.DiGraph[Any]:
+    network: nx.DiGraph[Any] = nx.DiGraph()
     network.add_nodes_from([_SOURCE, _SINK])
     for index, storage in enumerate(graph.storages):
         price = {"capacity": storage.num_bytes}
@@ -45,15 +47,15 @@ def _network(graph: RegionGraph) -> nx.DiGraph:
         network.add_edge(_SOURCE, ("asked", index))
     for index, op in enumerate(graph.ops):
         made = {graph.values[value].storage for value in op.outputs}
-        if op.compute_intensive and not any(graph.storages[storage].edited for storage in made):
+        if op.compute_intensive and not any(graph.storages[each].edited for each in made):
             network.add_edge(("re-run", index), _SINK)
-        for storage in {graph.values[value].storage for value in op.inputs} - made:
-            if graph.storages[storage].kind != "parameter":
-                network.add_edge(("re-run", index), ("asked", storage))
+        for read in {graph.values[value].storage for value in op.inputs} - made:
+            if graph.storages[read].kind != "parameter":
+                network.add_edge(("re-run", index), ("asked", read))
     return network
 
 
-def _source_side(residual: nx.DiGraph) -> set[object]:
+def _source_side(residual: nx.DiGraph[Any]) -> set[object]:
     """The smallest source side of all minimum cuts."""
     reached: set[object] = {_SOURCE}
     pending: list[object] = [_SOURCE]

@@ -28,9 +28,18 @@ _functions = FunctionWrappers()
 class Applied:
     """A model under a plan. Use it as a context manager, or call `remove` to take the plan off."""
 
-    def __init__(self, name: str, model: nn.Module, runners: dict[str, Runner], regions: dict[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        runners: dict[str, Runner],
+        regions: dict[str, nn.Module],
+        engine: Engine | None = None,
+    ) -> None:
         self.name = name
         self._runners = runners
+        self._engine = engine
+        self._made_for = fingerprint(model, regions)
         _functions.install(active_tape)
         interception = Interception({regions[name]: runner for name, runner in runners.items()})
         self._finish = weakref.finalize(model, _take_off, interception)
@@ -45,6 +54,13 @@ class Applied:
         """What each region does, by the region's name; regions that have not been called yet are left out."""
         planned = {name: runner for name, runner in self._runners.items() if isinstance(runner, PlannedRegion)}
         return {name: runner.graph for name, runner in planned.items() if runner.graph is not None}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force, for `Plan.save`: rules of the layers called so far, and what they were made for."""
+        if self._engine is None:
+            raise PlanError(f"{self.name} is torch's own way of recomputing: it follows no plan of ours")
+        return self._engine.plan(self._made_for)
 
     def remove(self) -> None:
         """Restore the model exactly; graphs built before still run their backward pass. May be called twice."""
@@ -96,7 +112,7 @@ def apply(
         _check_plan(source.plan, fingerprint(model, found))
     engine = Engine(model, source, len(found), verify, strict_matching)
     planned = {name: PlannedRegion(name, layer, kinds[name], engine) for layer, name in enumerate(found)}
-    return Applied(source.name, model, dict(planned), found)
+    return Applied(source.name, model, dict(planned), found, engine)
 
 
 def _rule_source(plan: str | Path | Plan) -> RuleSource:
@@ -127,7 +143,9 @@ def _find(model: nn.Module, regions: Sequence[nn.Module | str] | None) -> dict[s
 def _refuse_conflicts(model: nn.Module, regions: dict[str, nn.Module]) -> None:
     compiled = [name or type(model).__name__ for name, module in model.named_modules() if is_compiled(module)]
     if compiled:
-        raise ApplyError(f"{', '.join(compiled[:3])} went through torch.compile; a plan needs the model as it was before")
+        raise ApplyError(
+            f"{', '.join(compiled[:3])} went through torch.compile; a plan needs the model as it was before"
+        )
     inside = {name: {id(each) for each in module.modules()} for name, module in regions.items()}
     nested = [(a, b) for a in regions for b, module in regions.items() if a != b and id(module) in inside[a]]
     if nested:

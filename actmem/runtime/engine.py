@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from actmem._compat import storage_id
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
-from actmem.planning import Action, Fates, Plan, Policy, Rule
+from actmem.planning import Action, Fates, Fingerprint, Plan, Policy, Rule
 from actmem.planning.plan import RuleSet, to_ranges
 from actmem.runtime.tape import Tape
 
@@ -29,6 +30,7 @@ class RuleSource(Protocol):
 
     name: str
     must_free: bool
+    made_for: Fingerprint | None
 
     def group(self, layer: int) -> Hashable:
         """Equal for layers that get equal rules for equal graphs."""
@@ -45,6 +47,7 @@ class PlanRules:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.name = plan.name
+        self.made_for = plan.fingerprint
 
     def group(self, layer: int) -> Hashable:
         """The layer's rules themselves."""
@@ -59,6 +62,7 @@ class PolicyRules:
     """Rules made by a policy on each region's own graph."""
 
     must_free = False
+    made_for: Fingerprint | None = None
 
     def __init__(self, name: str, policy: Policy) -> None:
         self.name = name
@@ -80,6 +84,8 @@ class Engine:
         self.source = source
         self.shared: dict[Hashable, Any] = {}
         self.volatile: set[int] = set()
+        self.inputs: tuple[str, ...] = ()
+        self.autocast: str | None = None
         self._model = weakref.ref(model)
         self._verify = verify
         self._strict = strict
@@ -90,6 +96,30 @@ class Engine:
         self._has_reported = False
         self._asked: dict[int, tuple[Rule, ...]] = {}
         self._num_layers = num_layers
+
+    def check_inputs(self, inputs: tuple[str, ...], autocast: str | None) -> None:
+        """Refuse inputs that the plan was not made for; note those of the first call."""
+        self.inputs = self.inputs or inputs
+        self.autocast = autocast
+        made_for = self.source.made_for
+        if made_for is not None and made_for.inputs:
+            met = replace(made_for, inputs=inputs, autocast=autocast)
+            differences = made_for.differences(met)
+            if differences:
+                raise PlanError("\n  ".join([f"the plan {self.source.name} was made for other inputs:", *differences]))
+
+    def plan(self, made_for: Fingerprint) -> Plan:
+        """The rules of all layers called so far as one plan."""
+        layers_of: dict[tuple[Rule, ...], list[int]] = {}
+        for layer, rules in sorted(self._asked.items()):
+            layers_of.setdefault(rules, []).append(layer)
+        everywhere = len(layers_of) == 1
+        joined = [
+            replace(rule, layers=None if everywhere else tuple(layers))
+            for rules, layers in layers_of.items()
+            for rule in rules
+        ]
+        return Plan(self.source.name, tuple(joined), replace(made_for, inputs=self.inputs, autocast=self.autocast))
 
     def verifies(self, *, first: bool) -> bool:
         """Whether a call compares hashes; `first`: it is the region's first with these shapes."""

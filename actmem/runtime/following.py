@@ -49,9 +49,9 @@ class ScriptedTape(Tape):
             return self._calls[position](*args, **kwargs) if kwargs else self._calls[position](*args)
         kwargs = kwargs or {}
         if step == EDIT:
-            return self.run_edit(func, kind_of(func), args, kwargs)
+            return self.run_edit(self._calls[position], kind_of(func), args, kwargs)
         out = self._calls[position](*args, **kwargs)
-        if step == RECORD and torch.is_grad_enabled() and not types or not self._must_keep(func, types, args, kwargs):
+        if (step == RECORD and torch.is_grad_enabled() and not types) or not self._must_keep(func, types, args, kwargs):
             self.record(self._calls[position], self._script.paths[position], args, kwargs, out)
         return out
 

@@ -71,7 +71,7 @@ class FunctionWrappers:
             if function not in self._originals:
                 self._originals[function] = vars(function).get("forward", _INHERITED)
                 wrapped = wrapper(function, self._unwrapped(function), active_tape)
-                setattr(function, "forward", staticmethod(wrapped))
+                function.forward = staticmethod(wrapped)  # type: ignore[method-assign]
 
     def _unwrapped(self, function: type[Function]) -> Any:
         """`forward` as its author wrote it, although the class it is inherited from may be wrapped already."""
@@ -87,7 +87,7 @@ class FunctionWrappers:
                 if original is _INHERITED:
                     delattr(function, "forward")
                 else:
-                    setattr(function, "forward", original)
+                    function.forward = original  # type: ignore[method-assign]
             self._originals.clear()
 
 

@@ -67,7 +67,7 @@ def _wrap_class(cls: type[nn.Module]) -> None:
     original, users = _wrapped.get(cls, (None, 0))
     if not users:
         original = vars(cls).get("forward", _INHERITED)
-        cls.forward = _planned_forward(cls, cls.forward)  # type: ignore[method-assign]
+        cls.forward = _planned_forward(cls, cls.forward)
     _wrapped[cls] = (original, users + 1)
 
 

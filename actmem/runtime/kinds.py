@@ -71,8 +71,8 @@ class Kind:
 
     `name` is how paths call it; `kept` says why its outputs must be saved (``None``: they may be replayed). `edits`
     lists the operands, by position and name, that it writes; `counts_edits` says that torch then counts up their
-    versions even under a dispatch mode. `custom` ops come from outside torch. `dropout` is the position of its dropout probability: such
-    an op is random exactly when that is not zero.
+    versions even under a dispatch mode. `custom` ops come from outside torch. `dropout` is the position of its dropout
+    probability: such an op is random exactly when that is not zero.
     """
 
     name: str
@@ -156,7 +156,7 @@ _registered_subclasses: set[type] = set()
 
 
 def register_subclass(subclass: type[torch.Tensor]) -> None:
-    """Let ops on a tensor subclass be replayed. Its ops must be pure and its ``__torch_dispatch__`` must hold no state."""
+    """Let ops on a tensor subclass be replayed. They must be pure, and its ``__torch_dispatch__`` without state."""
     _registered_subclasses.add(subclass)
 
 

@@ -40,8 +40,8 @@ from actmem.runtime.tape import Value as TapeValue
 
 @dataclass(frozen=True)
 class Script:
-    """What later calls of the same structure follow: the funcs in order and a ``None`` behind the last, how to call each,
-    what to do at it, and its path."""
+    """What later calls of the same structure follow: the funcs in order with a ``None`` behind the last, and for each
+    how to call it, what to do at it, and its path."""
 
     funcs: tuple[Callable[..., Any] | None, ...]
     calls: tuple[Callable[..., Any], ...]
@@ -253,7 +253,7 @@ class LearningTape(Tape):
             self._end_storage(before)
 
     def _note_unseen_edit(self, index: int) -> None:
-        """Only a tensor's version or address tells that its contents are others now: no op that was seen changed them."""
+        """Only a tensor's version or address tells that its contents are others now: no op that was seen did it."""
         self._end_storage(self._values[index].storage)
 
     def _end_storage(self, index: int) -> None:

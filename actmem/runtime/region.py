@@ -60,6 +60,8 @@ class PlannedRegion:
         return self._run(module, forward, args, kwargs, _key_of(module, args, kwargs))
 
     def _run(self, module: nn.Module, forward: Any, args: Any, kwargs: Any, key: Hashable) -> Any:
+        if key not in self._seen:
+            self._engine.check_inputs(_input_shapes(args, kwargs), _autocast(_device_type(args, kwargs, module)))
         self._stats.num_calls += 1
         if self._stats.num_calls > 1:
             self._engine.report_no_effect()
@@ -71,16 +73,26 @@ class PlannedRegion:
         return out
 
     def _run_course(
-        self, course: Course, call: RegionCall, verify: bool, module: nn.Module, forward: Any, args: Any, kwargs: Any, key: Hashable
+        self,
+        course: Course,
+        call: RegionCall,
+        verify: bool,
+        module: nn.Module,
+        forward: Any,
+        args: Any,
+        kwargs: Any,
+        key: Hashable,
     ) -> Any:
         if isinstance(course, Script):
             if course.saves_all:
                 return forward(*args, **kwargs)
             return self._run_scripted(ScriptedTape(call, course, verify=verify), forward, args, kwargs, key)
+        volatile = self._engine.volatile
         if isinstance(course, RuleSet):
-            return self._run_streaming(StreamingTape(call, module, self._engine.volatile, course.action_of, verify=verify), forward, args, kwargs)
-        tape = LearningTape(call, module, self._engine.owned_storages(), self._engine.volatile, verify=verify)
-        return self._run_learning(tape, forward, args, kwargs, key)
+            streaming = StreamingTape(call, module, volatile, course.action_of, verify=verify)
+            return self._run_streaming(streaming, forward, args, kwargs)
+        learning = LearningTape(call, module, self._engine.owned_storages(), volatile, verify=verify)
+        return self._run_learning(learning, forward, args, kwargs, key)
 
     def _course(self, key: Hashable) -> Course:
         own = self._own.get(key)
@@ -140,14 +152,28 @@ class PlannedRegion:
 
 
 def _key_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    device_type = _device_type(args, kwargs, module)
-    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    autocast = _autocast(_device_type(args, kwargs, module))
     described = [_describe(arg) for arg in args]
     described += [(name, _describe(arg)) for name, arg in kwargs.items()]
     return (module.training, autocast, *described)
 
 
-def _describe(arg: Any) -> Hashable:
+def _autocast(device_type: str) -> str | None:
+    enabled = torch.is_autocast_enabled(device_type)
+    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if enabled else None
+
+
+def _input_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The tensors given to a region, for a plan's fingerprint: ``0: 2x1024x512 float32``."""
+    named = {**{str(index): arg for index, arg in enumerate(args)}, **kwargs}
+    return tuple(
+        f"{name}: {'x'.join(map(str, arg.shape))} {str(arg.dtype).removeprefix('torch.')}"
+        for name, arg in named.items()
+        if isinstance(arg, Tensor)
+    )
+
+
+def _describe(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return (type(arg), arg.shape, arg.dtype, arg.requires_grad)
     if isinstance(arg, (tuple, list)):

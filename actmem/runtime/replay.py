@@ -23,7 +23,7 @@ def unpack(handle: Handle) -> Tensor:
     """Autograd's unpack hook."""
     value = handle.value
     handle.call.counters.num_unpacks += 1
-    watched = handle.tensor if value is None else handle.witness
+    watched: Any = handle.tensor if value is None else handle.witness
     if type(watched) is weakref.ref:
         watched = watched()
     if watched is not None and watched._version != handle.version:
@@ -84,7 +84,8 @@ def _produce(wanted: Value) -> Tensor:
 
 def _run(op: Op, wanted: Value) -> None:
     args = [_current(arg, op) if type(arg) in _TO_LOOK_UP else arg for arg in op.args]
-    out = op.func(*args, **{name: _current(arg, op) for name, arg in op.kwargs.items()}) if op.kwargs else op.func(*args)
+    kwargs = {name: _current(arg, op) for name, arg in op.kwargs.items()} if op.kwargs else {}
+    out = op.func(*args, **kwargs)
     op.call.counters.num_replayed_ops += 1
     if isinstance(out, Tensor):
         wanted.memo = out
@@ -127,11 +128,11 @@ def _verify(value: Value, tensor: Tensor, op: Op) -> None:
     if _differs(value, tensor):
         op = _first_to_differ(op)
         raise ReplayMismatchError(
-            f"recomputing {op.path} in {op.call.region} gave other numbers than the forward pass had "
-            f"(found in a value of shape {tuple(tensor.shape)}, {tensor.dtype}): a kernel that torch cannot see wrote to this value or to "
-            f"one it is made from (in the forward pass, or in a custom backward), or an op on the way is not "
-            f"deterministic; save it with the rule "
-            f"{{ops: '{op.path}', action: save}}, or the whole module, and report the op"
+            f"recomputing {op.path} in {op.call.region} gave other numbers than the forward pass had (found in a value "
+            f"of shape {tuple(tensor.shape)}, {tensor.dtype}): a kernel that torch cannot see wrote to this value or "
+            f"to one it is made from (in the forward pass, or in a custom backward), or an op on the way is not "
+            f"deterministic; save it with the rule {{ops: '{op.path}', action: save}}, or the whole module, and report "
+            f"the op"
         )
 
 

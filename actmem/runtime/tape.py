@@ -66,7 +66,7 @@ class Value:
 
 
 class Op:
-    """A call that can be made again. `args` and `kwargs` have `Value`s where the call had tensors; `outputs` are weak."""
+    """A call that can be made again. `args` and `kwargs` have `Value`s where it had tensors; `outputs` are weak."""
 
     __slots__ = ("args", "call", "func", "inputs", "kwargs", "outputs", "path")
 
@@ -86,9 +86,7 @@ class RegionCall:
 
     __slots__ = ("counters", "device_type", "owns", "region")
 
-    def __init__(
-        self, region: str, device_type: str, counters: ReplayCounters, owns: Callable[[Tensor], bool]
-    ) -> None:
+    def __init__(self, region: str, device_type: str, counters: ReplayCounters, owns: Callable[[Tensor], bool]) -> None:
         self.owns = owns
         self.region = region
         self.device_type = device_type
@@ -126,7 +124,7 @@ class Tape(DispatchMode):
     """Records one region call. Subclasses decide which ops go on the tape; this class knows how."""
 
     def __init__(self, call: RegionCall, *, verify: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.call = call
         self.verify = verify
         self.is_suspended = False
@@ -170,7 +168,7 @@ class Tape(DispatchMode):
             tensor = holder.tensor
             if tensor is None:
                 continue
-            if type(holder) is Handle:
+            if isinstance(holder, Handle):
                 holder.is_source = id(tensor) in self._known
             elif holder.address != address_of(tensor):
                 holder.version = _LOST
@@ -180,7 +178,7 @@ class Tape(DispatchMode):
         self._raw.clear()
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self.close()
 
     def record(self, func: Callable[..., Any], path: str, args: Any, kwargs: Any, out: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from actmem.config.schema import DataConfig, RunConfig
-from actmem.errors import ActmemError, CheckpointError, DataError
+from actmem.errors import CheckpointError, DataError, NonFiniteError
 from actmem.models.building import build_model, model_fields
 from actmem.runtime import apply
 from actmem.training.checkpoint import Checkpoints
@@ -35,10 +35,6 @@ from actmem.training.run_directory import RunDirectory
 from actmem.training.stopping import StopRequest
 from actmem.training.token_stream import TokenStream, open_token_stream
 from actmem.training.tokenizing import Tokenizer, open_tokenizer
-
-
-class NonFiniteError(ActmemError, FloatingPointError):
-    """A loss or gradient that is not a number; no optimizer step was taken with it."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +191,7 @@ class _Trainer:
         losses = []
         for batch in batches:
             loss = self._loss(batch, num_targets)
-            loss.total().backward()  # type: ignore[no-untyped-call]
+            loss.total().backward()
             losses.append(loss.detached())
         router = [loss.router for loss in losses if loss.router is not None]
         cross_entropy = torch.stack([loss.cross_entropy for loss in losses]).sum()

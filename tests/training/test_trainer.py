@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from actmem.config.schema import ModelConfig, RunConfig
-from actmem.errors import CheckpointError, ConfigError, DataError
+from actmem.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from actmem.models.building import build_model
 from actmem.training.device import choose_device
 from actmem.training.metrics import EvalRecord, StartRecord, StepRecord, read_metrics
 from actmem.training.run_directory import RunDirectory
-from actmem.training.trainer import NonFiniteError, TrainResult, train
+from actmem.training.trainer import TrainResult, train
 
 MakeConfig = Callable[..., RunConfig]
 SignalInStep = Callable[[signal.Signals, int], AbstractContextManager[None]]

@@ -1,0 +1,148 @@
+"""Plan files: a plan as YAML, and back, with everything wrong told at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from actmem.errors import PlanError
+from actmem.planning.plan import Action, Fingerprint, Plan, Rule, from_ranges, to_ranges
+
+FORMAT_VERSION = 1
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a plan as YAML."""
+    with path.open("w", encoding="utf-8") as stream:
+        _yaml().dump(_to_dict(plan), stream)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan file; `PlanError` lists everything wrong with it."""
+    try:
+        data = _yaml().load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise PlanError(f"cannot read the plan {path}: {error}; name a file written by Plan.save") from error
+    return _PlanReader(str(path)).read(data)
+
+
+def _to_dict(plan: Plan) -> dict[str, Any]:
+    data: dict[str, Any] = {"actmem_plan": FORMAT_VERSION, "name": plan.name}
+    if plan.fingerprint is not None:
+        mine = plan.fingerprint
+        data["fingerprint"] = {
+            "model": mine.model,
+            "regions": [{"kind": kind, "layers": layers} for kind, layers in _ranges_by_kind(mine.regions)],
+            "dtypes": list(mine.dtypes),
+            "inputs": list(mine.inputs),
+            "autocast": mine.autocast,
+        }
+    data["rules"] = [
+        {
+            "layers": "all" if rule.layers is None else to_ranges(rule.layers),
+            "ops": rule.pattern,
+            "action": rule.action.value,
+        }
+        for rule in plan.rules
+    ]
+    return data
+
+
+class _PlanReader:
+    """Reads a plan's data and collects everything wrong with it before refusing."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._faults: list[str] = []
+
+    def read(self, data: object) -> Plan:
+        if not isinstance(data, Mapping) or data.get("actmem_plan") != FORMAT_VERSION:
+            raise PlanError(f"{self._source} is not a plan: it must begin with 'actmem_plan: {FORMAT_VERSION}'")
+        self._known(data, {"actmem_plan", "name", "fingerprint", "rules"}, "the plan")
+        rules = data.get("rules", [])
+        if not isinstance(rules, list):
+            self._faults.append(f"rules: {rules!r} is not a list")
+            rules = []
+        read = [self._rule(item, f"rules[{index}]") for index, item in enumerate(rules)]
+        name = data.get("name", Path(self._source).stem)
+        if not isinstance(name, str):
+            self._faults.append(f"name: {name!r} is not a text")
+        fingerprint = self._fingerprint(data["fingerprint"]) if data.get("fingerprint") is not None else None
+        if self._faults:
+            noun = "fault" if len(self._faults) == 1 else "faults"
+            raise PlanError("\n  ".join([f"{len(self._faults)} {noun} in the plan {self._source}:", *self._faults]))
+        return Plan(str(name), tuple(rule for rule in read if rule is not None), fingerprint)
+
+    def _known(self, data: Mapping[str, object], allowed: set[str], where: str) -> None:
+        unknown = sorted(str(key) for key in data if key not in allowed)
+        if unknown:
+            self._faults.append(f"{where}: unknown keys {unknown}; allowed: {sorted(allowed)}")
+
+    def _rule(self, item: object, where: str) -> Rule | None:
+        if not isinstance(item, Mapping):
+            self._faults.append(f"{where}: {item!r} is not a mapping of layers, ops and action")
+            return None
+        before = len(self._faults)
+        self._known(item, {"layers", "ops", "action"}, where)
+        pattern = self._pattern(item.get("ops"), where)
+        layers = self._layers(item.get("layers", "all"), where)
+        actions = {action.value: action for action in Action}
+        action = actions.get(str(item.get("action")))
+        if action is None:
+            self._faults.append(f"{where}.action: {item.get('action')!r}; allowed: {sorted(actions)}")
+        if len(self._faults) > before or action is None:
+            return None
+        return Rule(pattern, action, layers)
+
+    def _pattern(self, pattern: object, where: str) -> str:
+        try:
+            if isinstance(pattern, str):
+                re.compile(pattern)
+                return pattern
+            self._faults.append(f"{where}.ops: {pattern!r} is not a regex in text form")
+        except re.error as error:
+            self._faults.append(f"{where}.ops: {pattern!r} is not a valid regex: {error}")
+        return ""
+
+    def _layers(self, layers: object, where: str) -> tuple[int, ...] | None:
+        if layers == "all":
+            return None
+        try:
+            return from_ranges(layers if isinstance(layers, list) else [str(layers)])
+        except ValueError as error:
+            self._faults.append(f"{where}.layers: {error}")
+            return None
+
+    def _fingerprint(self, data: object) -> Fingerprint | None:
+        try:
+            if not isinstance(data, Mapping):
+                raise TypeError(f"{data!r} is not a mapping")
+            self._known(data, {"model", "regions", "dtypes", "inputs", "autocast"}, "fingerprint")
+            kinds = {layer: str(group["kind"]) for group in data["regions"] for layer in from_ranges(group["layers"])}
+            return Fingerprint(
+                model=str(data["model"]),
+                regions=tuple(kinds[layer] for layer in range(len(kinds))),
+                dtypes=tuple(map(str, data["dtypes"])),
+                inputs=tuple(map(str, data["inputs"])),
+                autocast=None if data["autocast"] is None else str(data["autocast"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            self._faults.append(f"fingerprint: {error!r}; leave it as Plan.save wrote it, or remove it whole")
+            return None
+
+
+def _ranges_by_kind(kinds: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+    return [(kind, to_ranges(i for i, other in enumerate(kinds) if other == kind)) for kind in dict.fromkeys(kinds)]
+
+
+def _yaml() -> YAML:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = 120
+    return yaml
