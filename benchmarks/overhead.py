@@ -80,7 +80,7 @@ def measure_overhead(model: PreTrainedModel, batch: Batch, rounds: int) -> Overh
     )
 
 
-class _BareMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _BareMode(TorchDispatchMode):
     """Passes every op on; `num_ops` is that of the last time it was entered."""
 
     num_ops = 0
@@ -105,7 +105,7 @@ def _forward_under(mode: _BareMode, model: PreTrainedModel, batch: Batch) -> obj
 
 def _step(model: PreTrainedModel, batch: Batch) -> None:
     loss = next_token_loss(model, batch, num_targets=batch.targets.numel(), kind="standard").total()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 def _per_op(measured: Timing, unplanned: Timing, num_ops: int) -> float:
