@@ -21,7 +21,17 @@ from torch import Tensor, nn
 from actmem._compat import raw_call, storage_id
 from actmem.planning import Action
 from actmem.runtime.kinds import kind_of
-from actmem.runtime.learning import DETACH, EDIT, RECORD, SKIP, Script, reason_to_keep, tensors_in
+from actmem.runtime.learning import (
+    DETACH,
+    EDIT,
+    RECORD,
+    RECORD_UNLESS_RANDOM,
+    RECORD_VIEW,
+    SKIP,
+    Script,
+    reason_to_keep,
+    tensors_in,
+)
 from actmem.runtime.scope import Scope
 from actmem.runtime.tape import Handle, RegionCall, Tape, Value
 
@@ -51,8 +61,16 @@ class ScriptedTape(Tape):
         if step == EDIT:
             return self.run_edit(self._calls[position], kind_of(func), args, kwargs)
         out = self._calls[position](*args, **kwargs)
-        if (step == RECORD and torch.is_grad_enabled() and not types) or not self._must_keep(func, types, args, kwargs):
-            self.record(self._calls[position], self._script.paths[position], args, kwargs, out)
+        plain = step != RECORD_UNLESS_RANDOM and torch.is_grad_enabled() and not types
+        if plain or not self._must_keep(func, types, args, kwargs):
+            self.record(
+                self._calls[position],
+                self._script.paths[position],
+                args,
+                kwargs,
+                out,
+                shares_version=step == RECORD_VIEW,
+            )
         return out
 
     @contextmanager
@@ -87,7 +105,7 @@ class ScriptedTape(Tape):
         if func is DETACH:
             out = func(*args)
             if self.has_recorded(args[0]):
-                self.record(raw_call(func), "detach", args, None, out)
+                self.record(raw_call(func), "detach", args, None, out, shares_version=True)
             return out
         if not self.is_suspended:
             self._leave_script()
@@ -139,7 +157,7 @@ class StreamingTape(Tape):
         else:
             recorded = self._action_of(path) is Action.RECOMPUTE and not self._reads_volatile(args, kwargs)
         if recorded and reason_to_keep(kind, types, args, kwargs) is None:
-            self.record(raw_call(func), path, args, kwargs, out)
+            self.record(raw_call(func), path, args, kwargs, out, shares_version=kind.shares_version)
         return out
 
     def observe_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:

@@ -72,7 +72,8 @@ class Kind:
     `name` is how paths call it; `kept` says why its outputs must be saved (``None``: they may be replayed). `edits`
     lists the operands, by position and name, that it writes; `counts_edits` says that torch then counts up their
     versions even under a dispatch mode. `custom` ops come from outside torch. `dropout` is the position of its dropout
-    probability: such an op is random exactly when that is not zero.
+    probability: such an op is random exactly when that is not zero. `shares_version`: torch lets the outputs count
+    versions with the first operand, but only once the call has returned.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Kind:
     custom: bool
     dropout: int | None
     counts_edits: bool = True
+    shares_version: bool = False
 
     def edited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that this call writes."""
@@ -121,6 +123,7 @@ def kind_of(func: OpOverload) -> Kind:
         custom=custom,
         dropout=dropout,
         counts_edits=not name.startswith(_UNCOUNTED_EDITS),
+        shares_version=view and qualified not in _UNDECLARED_VIEWS,
     )
 
 

@@ -34,7 +34,7 @@ from actmem.runtime.kinds import (
     replayable_function,
 )
 from actmem.runtime.scope import Scope
-from actmem.runtime.tape import Handle, RegionCall, Tape, address_of
+from actmem.runtime.tape import Handle, RegionCall, Tape, address_of, version_of
 from actmem.runtime.tape import Value as TapeValue
 
 
@@ -52,7 +52,7 @@ class Script:
     saves_all: bool
 
 
-SKIP, RECORD, RECORD_UNLESS_RANDOM, EDIT = range(4)
+SKIP, RECORD, RECORD_VIEW, RECORD_UNLESS_RANDOM, EDIT = range(5)
 
 DETACH = torch.ops.aten.detach.default
 """Torch detaches some results when somebody else refers to them, as a learning tape does. So detaches have no place in
@@ -110,8 +110,9 @@ class LearningTape(Tape):
         path = self.scope.path_of(kind.name)
         tensors = tensors_in(out if isinstance(out, (list, tuple)) else (out,))
         if kept is None and tensors:
-            self.record(raw_call(func), path, args, kwargs, out)
-        outputs = [self._add_output(each, kept) for each in tensors]
+            self.record(raw_call(func), path, args, kwargs, out, shares_version=kind.shares_version)
+        version = version_of(args[0]) if kind.shares_version else 0
+        outputs = [self._add_output(each, kept, version) for each in tensors]
         self._add_op(kind, path, inputs, outputs, _flops(func, kind, args, kwargs, out))
         self._funcs.append(func)
         self._steps.append(EDIT if kind.edits else SKIP)
@@ -156,7 +157,7 @@ class LearningTape(Tape):
     def _script(self, fates: Fates, saves_all: bool) -> Script:
         steps = bytearray(self._steps)
         for position in fates.replayed:
-            steps[position] = RECORD_UNLESS_RANDOM if _is_conditional(self._funcs[position]) else RECORD
+            steps[position] = _recording_step(self._funcs[position])
         kept = [position for position, func in enumerate(self._funcs) if func is not DETACH]
         return Script(
             funcs=(*(self._funcs[position] for position in kept), None),
@@ -202,7 +203,7 @@ class LearningTape(Tape):
         op = Op(path, kind.name, tuple(inputs), tuple(outputs), view, kind.compute_intensive, flops, moved)
         self._ops.append(op)
 
-    def _add_output(self, tensor: Tensor, kept: str | None) -> int:
+    def _add_output(self, tensor: Tensor, kept: str | None, version: int) -> int:
         known = self._indices.get(id(tensor))
         if known is not None and kept != EDITED:
             return known  # an op that returns its operand as it is
@@ -211,8 +212,8 @@ class LearningTape(Tape):
         if tensor.layout is not torch.strided:
             kept = kept or SPARSE
         index = self._add_value(tensor, "op", kept, producer=len(self._ops))
-        if kept == EDITED:
-            self._seen_as[index] = None  # torch counts the edit only when this call has returned
+        # Torch counts an edit only when this call has returned.
+        self._seen_as[index] = None if kept == EDITED else (version, address_of(tensor))
         return index
 
     def _index_of(self, tensor: Tensor) -> int:
@@ -269,9 +270,13 @@ class LearningTape(Tape):
                 del self._indices[key]
 
 
-def _is_conditional(func: Any) -> bool:
-    """Whether a recorded call must look at its arguments each time (dropout inside attention)."""
-    return isinstance(func, OpOverload) and kind_of(func).dropout is not None
+def _recording_step(func: Any) -> int:
+    if not isinstance(func, OpOverload):
+        return RECORD
+    kind = kind_of(func)
+    if kind.dropout is not None:
+        return RECORD_UNLESS_RANDOM
+    return RECORD_VIEW if kind.shares_version else RECORD
 
 
 def reason_to_keep(kind: Kind, types: Any, args: Any, kwargs: Any) -> str | None:
@@ -286,8 +291,7 @@ def reason_to_keep(kind: Kind, types: Any, args: Any, kwargs: Any) -> str | None
 
 
 def _state_of(tensor: Tensor) -> tuple[int, int]:
-    version = -1 if tensor.is_inference() else tensor._version
-    return version, address_of(tensor)
+    return version_of(tensor), address_of(tensor)
 
 
 def tensors_in(items: Any) -> list[Tensor]:

@@ -53,10 +53,10 @@ class Value:
         "version",
     )
 
-    def __init__(self, op: Op | None, origin: Tensor) -> None:
+    def __init__(self, op: Op | None, origin: Tensor, version: int) -> None:
         self.op = op
         self.origin = weakref.ref(origin)
-        self.version = origin._version
+        self.version = version
         self.address = address_of(origin)
         self.tensor: Tensor | None = None
         self.memo: Tensor | None = None
@@ -181,8 +181,12 @@ class Tape(DispatchMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self.close()
 
-    def record(self, func: Callable[..., Any], path: str, args: Any, kwargs: Any, out: Any) -> None:
-        """Put a call on the tape. Outputs that must be saved all the same (integers) stay unknown to it."""
+    def record(
+        self, func: Callable[..., Any], path: str, args: Any, kwargs: Any, out: Any, *, shares_version: bool = False
+    ) -> None:
+        """Put a call on the tape. Outputs that must be saved all the same (integers) stay unknown to it.
+
+        `shares_version`: the outputs will count their versions with the first operand."""
         op = Op(func, path, self.call)
         frozen, inputs = op.args, op.inputs
         for arg in args:  # as _operand does, without a call for each: this is the hottest loop there is
@@ -195,10 +199,11 @@ class Tape(DispatchMode):
                 frozen.append(self._operand(arg, op) if type(arg) in _CONTAINERS else arg)
         if kwargs:
             op.kwargs = {name: self._operand(arg, op) for name, arg in kwargs.items()}
+        version = version_of(args[0]) if shares_version else 0
         if isinstance(out, Tensor):
-            op.outputs = self._output(op, out)
+            op.outputs = self._output(op, out, version)
         elif isinstance(out, (tuple, list)):
-            op.outputs = [self._output(op, each) if isinstance(each, Tensor) else None for each in out]
+            op.outputs = [self._output(op, each, version) if isinstance(each, Tensor) else None for each in out]
 
     def has_recorded(self, operand: Any) -> bool:
         """Whether an op on the tape made this tensor."""
@@ -235,10 +240,10 @@ class Tape(DispatchMode):
             return type(arg)([self._operand(each, op) for each in arg])
         return arg
 
-    def _output(self, op: Op, tensor: Tensor) -> weakref.ref[Value] | None:
+    def _output(self, op: Op, tensor: Tensor, version: int) -> weakref.ref[Value] | None:
         if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.layout is not torch.strided:
             return None
-        value = self._known[id(tensor)] = Value(op, tensor)
+        value = self._known[id(tensor)] = Value(op, tensor, version)
         return weakref.ref(value)
 
     def _value_of(self, tensor: Tensor) -> Value | None:
@@ -257,7 +262,7 @@ class Tape(DispatchMode):
         """Hold a tensor that no op on the tape made, to replay from."""
         # Inference tensors do not count their versions; a copy of one does.
         held = tensor.clone() if tensor.is_inference() else tensor
-        value = self._known[id(tensor)] = Value(None, held)
+        value = self._known[id(tensor)] = Value(None, held, held._version)
         value.tensor = held
         self._raw.append(value)
         return value
@@ -267,6 +272,11 @@ _LOST = -1
 """The version of a source that no longer holds what was read from it: somebody put other memory behind the tensor."""
 
 _CONTAINERS = (list, tuple)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor has been edited; -1 for inference tensors, which do not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def address_of(tensor: Tensor) -> int:
