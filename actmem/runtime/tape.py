@@ -253,7 +253,7 @@ class Tape(DispatchMode):
             value is None
             or value.origin() is not tensor
             or value.version != tensor._version
-            or value.address != address_of(tensor)
+            or (value.address and value.address != tensor.data_ptr())
         ):
             return None
         return value
