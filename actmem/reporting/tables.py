@@ -75,11 +75,12 @@ def explain_title(explanation: Explanation) -> str:
 
 def _table(first: str, numbers: tuple[str, ...], texts: tuple[str, ...], *, footer: bool = False) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_footer=footer, padding=(0, 1), pad_edge=False)
-    table.add_column(first, no_wrap=True, vertical="bottom")
+    # Where a terminal is narrow, the first and the last column give way; numbers never do.
+    table.add_column(first, overflow="fold", min_width=8, vertical="bottom")
     for head in numbers:
-        table.add_column(head, justify="right", no_wrap=True, vertical="bottom")
+        table.add_column(head, justify="right", no_wrap=True, min_width=len(head.split("\n")[-1]), vertical="bottom")
     for head in texts:
-        table.add_column(head, vertical="bottom")
+        table.add_column(head, no_wrap=head != texts[-1], min_width=max(map(len, head.split())), vertical="bottom")
     return table
 
 
@@ -107,7 +108,7 @@ def _holding_cells(each: PolicyResult) -> list[str]:
 
 def _agreement(each: PolicyResult) -> str:
     if each.agreement.is_bitwise:
-        return "bitwise equal"
+        return "equal"
     return "equal within spread" if each.agreement.holds else f"OFF by {each.agreement.difference:.1e}"
 
 

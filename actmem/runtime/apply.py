@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import get_args
@@ -177,8 +178,10 @@ def fingerprint(model: nn.Module, regions: dict[str, nn.Module]) -> Fingerprint:
 
 
 def _check_plan(plan: Plan, model: Fingerprint) -> None:
-    if plan.fingerprint is not None:
-        differences = plan.fingerprint.differences(model)
+    made_for = plan.fingerprint
+    if made_for is not None:
+        # Inputs and autocast are known, and checked, when a region is called.
+        differences = made_for.differences(replace(model, inputs=made_for.inputs, autocast=made_for.autocast))
         if differences:
             raise PlanError("\n  ".join([f"the plan {plan.name} was made for another model:", *differences]))
     count = len(model.regions)
