@@ -7,16 +7,19 @@ import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
 from actmem._compat import storage_id
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
-from actmem.planning import Action, Fates, Fingerprint, Plan, Policy, Rule
-from actmem.planning.plan import RuleSet, to_ranges
+from actmem.planning import Action, Fingerprint, Plan, Policy, Rule
+from actmem.planning.plan import to_ranges
+from actmem.runtime.learning import Script
 from actmem.runtime.tape import Tape
+
+_MAX_SCRIPTS = 256
 
 Verify = Literal["first", "always", "off"]
 
@@ -82,15 +85,13 @@ class Engine:
 
     def __init__(self, model: nn.Module, source: RuleSource, num_layers: int, verify: Verify, strict: bool) -> None:
         self.source = source
-        self.shared: dict[Hashable, Any] = {}
+        self.shared: dict[Hashable, Script] = {}
         self.volatile: set[int] = set()
         self.inputs: tuple[str, ...] = ()
         self.autocast: str | None = None
         self._model = weakref.ref(model)
         self._verify = verify
         self._strict = strict
-        self._rules: dict[int, RuleSet] = {}
-        self._fates: dict[int, Fates] = {}
         self._matched: set[Rule] = set()
         self._freeing: set[Rule | None] = set()
         self._has_reported = False
@@ -145,18 +146,15 @@ class Engine:
         finally:
             _active.tape = previous
 
-    def remember(self, fates: Fates, rules: RuleSet) -> None:
-        """Keep the rules that led to these fates."""
-        self._rules[id(fates)] = rules
-        self._fates[id(fates)] = fates
+    def share(self, key: Hashable, script: Script) -> None:
+        """Keep a script for all regions with this key, and drop the oldest where shapes vary without end."""
+        self.shared[key] = script
+        if len(self.shared) > _MAX_SCRIPTS:
+            del self.shared[next(iter(self.shared))]
 
-    def rules_of(self, fates: Fates) -> RuleSet:
-        """The rules that led to these fates."""
-        return self._rules[id(fates)]
-
-    def note_matches(self, layer: int, fates: Fates) -> None:
+    def note_matches(self, layer: int, script: Script) -> None:
         """Note what a layer's rules matched and freed; once all layers have run, report rules that did nothing."""
-        rules = self._rules[id(fates)]
+        rules, fates = script.rules, script.fates
         self._asked[layer] = rules.rules
         self._matched |= rules.matched
         creators = fates.graph.creators

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from actmem._compat import OpOverload, flop_registry, raw_call, storage_bytes, storage_id
 from actmem.graph import Op, RegionGraph, Storage, Value
 from actmem.planning import Fates
+from actmem.planning.plan import RuleSet
 from actmem.runtime.functions import running_opaque
 from actmem.runtime.kinds import (
     EDITED,
@@ -49,7 +50,7 @@ class Script:
     paths: tuple[str, ...]
     num_packed: int
     fates: Fates
-    saves_all: bool
+    rules: RuleSet
 
 
 SKIP, RECORD, RECORD_VIEW, RECORD_UNLESS_RANDOM, EDIT = range(5)
@@ -138,10 +139,8 @@ class LearningTape(Tape):
                 if self._storages[made].kept is None:
                     self._storages[made] = replace(self._storages[made], kept=VOLATILE)
 
-    def settle(self, fates: Fates, *, saves_all: bool) -> Script:
-        """Let every tensor go that is to be recomputed, hold the others; returns the script for the calls to come.
-
-        `saves_all` says that no rule drops anything, so that calls to come need no tape."""
+    def settle(self, fates: Fates, rules: RuleSet) -> Script:
+        """Let every tensor go that is to be recomputed, hold the others; returns the script for the calls to come."""
         graph = fates.graph
         for index, value in self._made.items():
             storage = graph.values[index].storage
@@ -150,11 +149,11 @@ class LearningTape(Tape):
                 value.tensor = self._tensors[index].detach()
                 value.version = value.tensor._version
         self._count_uses(fates)
-        script = self._script(fates, saves_all)
+        script = self._script(fates, rules)
         self.forget()
         return script
 
-    def _script(self, fates: Fates, saves_all: bool) -> Script:
+    def _script(self, fates: Fates, rules: RuleSet) -> Script:
         steps = bytearray(self._steps)
         for position in fates.replayed:
             steps[position] = _recording_step(self._funcs[position])
@@ -166,7 +165,7 @@ class LearningTape(Tape):
             paths=tuple(self._ops[position].path for position in kept),
             num_packed=self.num_packed,
             fates=fates,
-            saves_all=saves_all,
+            rules=rules,
         )
 
     def forget(self) -> None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from actmem._compat import is_compiler_watching
 from actmem.errors import ApplyError
 from actmem.graph import RegionGraph
-from actmem.planning import Fates, resolve
+from actmem.planning import resolve
 from actmem.planning.plan import RuleSet
 from actmem.runtime.engine import Engine
 from actmem.runtime.following import ScriptedTape, StreamingTape
@@ -84,7 +84,7 @@ class PlannedRegion:
         key: Hashable,
     ) -> Any:
         if isinstance(course, Script):
-            if course.saves_all:
+            if not course.rules.recomputes:
                 return forward(*args, **kwargs)
             return self._run_scripted(ScriptedTape(call, course, verify=verify), forward, args, kwargs, key)
         volatile = self._engine.volatile
@@ -96,11 +96,14 @@ class PlannedRegion:
 
     def _course(self, key: Hashable) -> Course:
         own = self._own.get(key)
-        if own is None:
-            own = self._engine.shared.get(self._shared_key(key), "learn")
-            if isinstance(own, Script) and key not in self._seen:
-                self._take(own.fates)
-        return own
+        if own is not None:
+            return own
+        shared = self._engine.shared.get(self._shared_key(key))
+        if shared is None:
+            return "learn"
+        if key not in self._seen:
+            self._take(shared)
+        return shared
 
     def _run_scripted(self, tape: ScriptedTape, forward: Any, args: Any, kwargs: Any, key: Hashable) -> Any:
         out = self._record(tape, forward, args, kwargs)
@@ -111,7 +114,7 @@ class PlannedRegion:
     def _next_course(self, key: Hashable) -> Course:
         """After a call left its script: learn a script of this region's own; after that failed too, ask the rules."""
         own = self._own.get(key)
-        return self._engine.rules_of(own.fates) if isinstance(own, Script) else "learn"
+        return own.rules if isinstance(own, Script) else "learn"
 
     def _run_streaming(self, tape: StreamingTape, forward: Any, args: Any, kwargs: Any) -> Any:
         self._stats.num_streamed_calls += 1
@@ -127,25 +130,24 @@ class PlannedRegion:
             rules = RuleSet(self._engine.source.rules(self._stats.layer, graph))
             rules.meet(op.path for op in graph.ops)
             fates = resolve(graph, rules.action_of)
-            script = tape.settle(fates, saves_all=not rules.recomputes)
+            script = tape.settle(fates, rules)
         finally:
             tape.forget()
-        self._engine.remember(fates, rules)
-        self._take(fates)
+        self._take(script)
         if self._own.get(key) == "learn":
             self._own[key] = script
         else:
-            self._engine.shared[self._shared_key(key)] = script
+            self._engine.share(self._shared_key(key), script)
         return out
 
     def _record(self, tape: Tape, forward: Any, args: Any, kwargs: Any) -> Any:
         with self._engine.activate(tape), saved_tensors_hooks(tape.pack, unpack), tape:
             return forward(*args, **kwargs)
 
-    def _take(self, fates: Fates) -> None:
-        self.graph = fates.graph
-        self._stats.take(fates)
-        self._engine.note_matches(self._stats.layer, fates)
+    def _take(self, script: Script) -> None:
+        self.graph = script.fates.graph
+        self._stats.take(script.fates)
+        self._engine.note_matches(self._stats.layer, script)
 
     def _shared_key(self, key: Hashable) -> Hashable:
         return (self._kind, self._engine.source.group(self._stats.layer), key)
