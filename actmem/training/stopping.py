@@ -15,8 +15,9 @@ _NOTICE = b"\nStopping after this step; once more stops at once, without saving.
 class StopRequest:
     """While entered, the first SIGINT or SIGTERM is noted in `signal_number` instead of ending the process.
 
-    The handlers that were there before come back at that first signal, so that the second does what it always did, and
-    when the block ends. Outside the main thread, where Python allows no handlers, nothing is caught.
+    From then on a second one does what it did before, and stops the process where it was ignored before (as in the
+    background of a script). When the block ends all handlers are as they were. Outside the main thread, where Python
+    allows no handlers, nothing is caught.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,8 @@ class StopRequest:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.signal_number = number
-        self._restore()
+        for each, handler in self._previous.items():
+            signal.signal(each, _stopping(each) if handler in (signal.SIG_IGN, None) else handler)
         os.write(2, _NOTICE)  # print may be what the signal interrupted
 
     def _restore(self) -> None:
@@ -47,3 +49,7 @@ class StopRequest:
             # None stands for a handler that Python did not install and cannot put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
+
+
+def _stopping(number: signal.Signals) -> Any:
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

@@ -25,6 +25,17 @@ def test_the_second_stops_at_once() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_the_second_stops_even_where_the_first_would_have_been_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest(), pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_handlers_are_as_they_were_afterwards() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with StopRequest():
