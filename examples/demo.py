@@ -36,6 +36,7 @@ SHAPE = {
     "head_dim": 64,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+TITLES = {"dense": "Qwen3", "moe": "Qwen3-MoE"}
 MEASURED = {
     "dense": SHAPE | {"model_type": "qwen3"},
     "moe": SHAPE | EXPERTS | {"model_type": "qwen3_moe"},
@@ -73,7 +74,7 @@ def train_preset(preset: str) -> list[float]:
     config = RunConfig(
         model=ModelConfig(name=preset),
         data=DataConfig(path=corpus(), sequence_length=256, cache_dir=OUT / "cache"),
-        train=TrainConfig(steps=48, micro_batch_size=8, lr=3e-3, warmup_steps=6, output_dir=OUT / preset),
+        train=TrainConfig(steps=36, micro_batch_size=8, lr=3e-3, warmup_steps=6, output_dir=OUT / preset),
         policy="selective",
     )
     result = train(config)
@@ -94,7 +95,7 @@ def measure(screen: Screen, name: str, fields: dict[str, object]) -> None:
     shape = f"hidden {model.config.hidden_size}, {model.config.num_hidden_layers} layers, {SEQUENCE_LENGTH} tokens"
     with bench_progress(num_steps(POLICIES, ROUNDS)) as on_step:
         result = run_bench(
-            model, batch, POLICIES, setting=f"Qwen3 {name}, {shape}, fp32 on CPU", rounds=ROUNDS, on_step=on_step
+            model, batch, POLICIES, setting=f"{TITLES[name]}, {shape}, fp32 on CPU", rounds=ROUNDS, on_step=on_step
         )
     write_result(result, OUT / name)
     show_result(screen, result)

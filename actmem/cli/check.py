@@ -13,7 +13,8 @@ from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 from actmem.config.rules import idle_settings
 from actmem.config.schema import ModelConfig, RunConfig
-from actmem.errors import ConfigError, Fault
+from actmem.errors import ConfigError, Fault, PlanError
+from actmem.planning import Plan
 
 
 def check(
@@ -30,8 +31,12 @@ def check(
     try:
         run = load_config(config, overrides or ())
         warnings = idle_settings(run)
+        if run.plan is not None:
+            Plan.load(run.plan)
     except ConfigError as error:
         faults = error.faults
+    except PlanError as error:
+        run, faults = None, (Fault("plan", str(error)),)
     if as_json:
         _print_findings(config, run, faults, warnings)
     else:

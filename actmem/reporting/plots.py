@@ -39,8 +39,9 @@ def plot_bench(result: BenchResult, *paths: str | Path) -> None:
     axes.plot(*zip(*best, strict=True), color=_FAINT, linewidth=2, zorder=1)
     for each in result.policies:
         _draw(axes, each)
-    axes.margins(x=0.14, y=0.12)
+    axes.margins(y=0.12)
     axes.set_ylim(bottom=0)
+    axes.set_xlim(*_span([_point(each)[0] for each in result.policies]))
     labels = [Label(each.policy, _point(each), _color(each)) for each in result.policies]
     place_labels(axes, labels, [*pairwise(best), *map(_quartile_bar, result.policies)], size=_TEXT)
     _explain_markers(axes)
@@ -112,6 +113,13 @@ def _explain_markers(axes: Axes) -> None:
 
 def _point(each: PolicyResult) -> Point:
     return each.timing.median * 1e3, each.peak_bytes / _MIB
+
+
+def _span(times: Sequence[float]) -> tuple[float, float]:
+    """The part of the axis that holds all medians with room around them; a bar that a noisy machine made runs out."""
+    first, last = min(times), max(times)
+    room = max(0.3 * (last - first), 0.06 * last)
+    return max(0.0, first - room), last + room
 
 
 def _quartile_bar(each: PolicyResult) -> tuple[Point, Point]:

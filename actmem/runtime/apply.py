@@ -61,6 +61,10 @@ class Applied:
         """The plan in force, for `Plan.save`: rules of the layers called so far, and what they were made for."""
         if self._engine is None:
             raise PlanError(f"{self.name} is torch's own way of recomputing: it follows no plan of ours")
+        if not self._engine.inputs:
+            raise PlanError(
+                f"{self.name} has no rules yet: they are made when the layers first run; run one step first"
+            )
         return self._engine.plan(self._made_for)
 
     def remove(self) -> None:
