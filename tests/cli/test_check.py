@@ -179,3 +179,11 @@ def test_a_name_the_terminal_cannot_encode_is_escaped() -> None:
     )
     assert (done.returncode, done.stderr) == (2, "")
     assert "k\\xf6ln.yaml" in done.stdout or "k\\udcc3\\udcb6ln.yaml" in done.stdout
+
+
+def test_a_plan_file_is_read_too(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("actmem_plan: 1\nrules: [{ops: '(', action: drop}]\n")
+    config.write_text(SOUND + "plan: plan.yaml\n")
+    code, output = check(config)
+    assert code == 2
+    assert "2 faults in the plan plan.yaml" in output

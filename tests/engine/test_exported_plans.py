@@ -96,3 +96,16 @@ def test_autocast_that_the_plan_was_not_made_for_is_refused(exported: Path) -> N
 def test_torchs_own_ways_follow_no_plan_of_ours() -> None:
     with actmem.apply(build(), "torch-full") as applied, pytest.raises(actmem.PlanError, match="torch's own way"):
         _ = applied.plan
+
+
+def test_there_is_nothing_to_export_before_the_first_step() -> None:
+    with actmem.apply(build(), "selective") as applied, pytest.raises(actmem.PlanError, match="run one step first"):
+        _ = applied.plan
+
+
+@pytest.mark.parametrize("policy", ["torch-full", "torch-sac"])
+def test_torchs_own_ways_refuse_a_key_value_cache(policy: str) -> None:
+    model = build()
+    model.config.use_cache = True
+    with actmem.apply(model, policy), pytest.raises(actmem.ApplyError, match="use_cache = False"):
+        step(model)
