@@ -12,6 +12,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from actmem.units import parse_bytes
+
 PresetName = Literal[
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -27,7 +29,7 @@ PresetName = Literal[
 PRESET_NAMES: tuple[str, ...] = get_args(PresetName)
 
 Dtype = Literal["float32", "bfloat16"]
-PolicyName = Literal["none", "full", "mlp", "selective", "torch-full", "torch-sac"]
+PolicyName = Literal["none", "full", "mlp", "selective", "attention-swap", "layer-swap", "torch-full", "torch-sac"]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -40,6 +42,13 @@ def _refuse_no_path(value: object) -> object:
         raise ValueError("is not a path")
     return value
 
+
+def _read_bytes(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(_read_bytes), Field(ge=0)]
+"""A number of bytes: ``1048576`` or ``"64GiB"``."""
 
 # Strict pydantic takes no text for a path, and YAML has nothing else.
 PathField = Annotated[Path, Field(strict=False), BeforeValidator(_refuse_no_path)]
@@ -110,8 +119,21 @@ class TrainConfig(Section):
 
 
 class MemoryConfig(Section):
-    """How the engine guards a plan: `verify` compares hashes of recomputed values, in the first step of a shape."""
+    """Where swapped values go and how the engine guards a plan.
 
+    `tier`: ``host`` is pinned memory beside an accelerator, ``disk`` a temporary file; ``auto`` takes the host where
+    there is an accelerator, spilling to the disk only if `disk_path` is set, and the disk on the CPU. `host_limit` and
+    `disk_limit` cap them; ``null`` means half of the machine's memory and what the disk has free. Storages under
+    `min_swap_bytes` are saved rather than swapped, as is whatever comes while `in_flight_limit` bytes are on their way
+    out. `verify` compares hashes of recomputed and reloaded values, in the first step of a shape.
+    """
+
+    tier: Literal["auto", "host", "disk"] = "auto"
+    host_limit: Bytes | None = None
+    disk_path: PathField | None = None
+    disk_limit: Bytes | None = None
+    min_swap_bytes: Bytes = 2**20
+    in_flight_limit: Bytes = 2**31
     verify: Literal["first", "always", "off"] = "first"
     strict_matching: bool = False
 

@@ -23,13 +23,15 @@ class Storage:
     """Memory behind one or more values, `num_bytes` long.
 
     `kept` is the reason why it is always saved (``None``: it may be recomputed). `edited` says that its memory was
-    overwritten later in the region, so that these contents can be recomputed but not held.
+    overwritten later in the region, so that these contents can be recomputed but not held. `constant` marks an input
+    that needs no gradient (masks, rotary tables): all layers share it, so nobody gains by moving it away.
     """
 
     num_bytes: int
     kind: StorageKind
     kept: str | None = None
     edited: bool = False
+    constant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """From actions to fates: what a region holds until its backward pass, and which ops it re-runs.
 
-The rule: whatever the backward pass reads must be held, or be the output of an op that is re-run; and so must every
-input of an op that is re-run. Walking back from the packed values along the actions settles both at once.
+The rule: whatever the backward pass reads must be held, be swapped, or be the output of an op that is re-run; and so
+must every input of an op that is re-run. Walking back from the packed values along the actions settles all at once.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actmem.graph import RegionGraph
-from actmem.planning.plan import Action
+from actmem.planning.plan import INPUT_PATH, Action
 
 SAVED = "saved"
 INPUT = "input"
+SMALL = "below min_swap_bytes"
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,16 @@ class Fates:
     """What becomes of one region call.
 
     `replayed`: ops that the backward pass re-runs. `held`: storage -> why it is held (``saved`` by the plan, ``input``
-    of the region, or the reason for which it is always saved). `dropped`: storages that autograd wanted and that are
-    recomputed instead. Parameters are in none of them: somebody else owns them.
+    of the region, too small to swap, or the reason for which it is always saved). `dropped`: storages that autograd
+    wanted and that are recomputed instead. `swapped`: storages that are moved away and brought back. Parameters are in
+    none of them: somebody else owns them.
     """
 
     graph: RegionGraph
     replayed: frozenset[int]
     held: dict[int, str]
     dropped: frozenset[int]
+    swapped: frozenset[int] = frozenset()
 
     @property
     def held_bytes(self) -> int:
@@ -42,6 +45,11 @@ class Fates:
         return self.graph.num_bytes(self.dropped)
 
     @property
+    def swapped_bytes(self) -> int:
+        """Bytes that are moved away until the backward pass."""
+        return self.graph.num_bytes(self.swapped)
+
+    @property
     def held_bytes_by_reason(self) -> Counter[str]:
         """`held_bytes`, split by the reason for holding them."""
         totals: Counter[str] = Counter()
@@ -50,20 +58,25 @@ class Fates:
         return totals
 
 
-def resolve(graph: RegionGraph, action_of: Callable[[str], Action]) -> Fates:
+def resolve(graph: RegionGraph, action_of: Callable[[str], Action], *, min_swap_bytes: int = 0) -> Fates:
     """The fates in `graph` when the op at each path gets the action that `action_of` names.
 
-    A storage follows the op that created it, and its views follow the storage.
+    A storage follows the op that created it, and its views follow the storage. A swap of fewer than `min_swap_bytes` is
+    not worth its copies, so such a storage is saved.
     """
     replayed: set[int] = set()
     held: dict[int, str] = {}
     dropped: set[int] = set()
+    swapped: set[int] = set()
     pending = list(dict.fromkeys(graph.packed))
     packed = set(pending)
     while pending:
         index = pending.pop()
         value = graph.values[index]
         if graph.storages[value.storage].kind == "parameter":
+            continue
+        if _is_swapped(graph, value.storage, action_of, min_swap_bytes):
+            swapped.add(value.storage)
             continue
         reason = _reason_to_hold(graph, value.storage, action_of)
         if reason is not None:
@@ -75,7 +88,19 @@ def resolve(graph: RegionGraph, action_of: Callable[[str], Action]) -> Fates:
         if value.producer not in replayed:
             replayed.add(value.producer)
             pending.extend(graph.ops[value.producer].inputs)
-    return Fates(graph, frozenset(replayed), held, frozenset(dropped))
+    return Fates(graph, frozenset(replayed), held, frozenset(dropped), frozenset(swapped))
+
+
+def path_of_storage(graph: RegionGraph, index: int) -> str:
+    """The path whose rule decides about a storage: that of the op that created it."""
+    return INPUT_PATH if graph.storages[index].kind == "input" else graph.ops[graph.creators[index]].path
+
+
+def _is_swapped(graph: RegionGraph, index: int, action_of: Callable[[str], Action], min_bytes: int) -> bool:
+    storage = graph.storages[index]
+    if storage.kept is not None or storage.edited or storage.constant or storage.num_bytes < max(min_bytes, 1):
+        return False
+    return action_of(path_of_storage(graph, index)) is Action.SWAP
 
 
 def _reason_to_hold(graph: RegionGraph, index: int, action_of: Callable[[str], Action]) -> str | None:
@@ -84,6 +109,7 @@ def _reason_to_hold(graph: RegionGraph, index: int, action_of: Callable[[str], A
         return INPUT
     if storage.kept is not None:
         return storage.kept
-    if not storage.edited and action_of(graph.ops[graph.creators[index]].path) is Action.SAVE:
-        return SAVED
-    return None
+    if storage.edited:
+        return None
+    action = action_of(path_of_storage(graph, index))
+    return SAVED if action is Action.SAVE else SMALL if action is Action.SWAP else None

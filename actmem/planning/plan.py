@@ -1,4 +1,8 @@
-"""A plan: ordered rules that give each op of each layer an action. The last rule that matches wins."""
+"""A plan: ordered rules that give each op of each layer an action. The last rule that matches wins.
+
+A region's inputs have a path of their own, `INPUT_PATH`: nothing in the region can make them again, so a rule that
+says recompute leaves them saved, but they can be swapped.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, get_args
 
 MAX_LAYER = 9999
+INPUT_PATH = "input"
+
+Tier = Literal["host", "disk"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 class Action(Enum):
@@ -17,16 +26,18 @@ class Action(Enum):
 
     SAVE = "save"
     RECOMPUTE = "recompute"
+    SWAP = "swap"
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Gives `action` to the ops whose whole path inside the layer matches the regex `pattern`, in `layers` (``None``:
-    all). `layers` are sorted indices of regions, from 0."""
+    all). `layers` are sorted indices of regions, from 0. A swap may name its `tier`; without one the settings do."""
 
     pattern: str
     action: Action
     layers: tuple[int, ...] | None = None
+    tier: Tier | None = None
 
     def applies_to(self, layer: int) -> bool:
         """Whether the rule speaks of this layer."""
@@ -68,11 +79,15 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Plan:
-    """Ordered rules under a `name`; ops that no rule matches are saved. With a `fingerprint` it fits one model only."""
+    """Ordered rules under a `name`; ops that no rule matches are saved. With a `fingerprint` it fits one model only.
+
+    `prefetch` is how many regions ahead of the backward pass swapped values start on their way back.
+    """
 
     name: str
     rules: tuple[Rule, ...] = ()
     fingerprint: Fingerprint | None = None
+    prefetch: int = 1
 
     def rules_for(self, layer: int) -> tuple[Rule, ...]:
         """The rules that speak of one layer, in order."""
@@ -118,10 +133,15 @@ class RuleSet:
             self._winners[path] = matching[-1] if matching else None
         return self._winners[path]
 
+    def tier_of(self, path: str) -> Tier | None:
+        """The tier that the deciding rule names for the op at `path`, if any."""
+        winner = self.winner_of(path)
+        return None if winner is None else winner.tier
+
     @cached_property
-    def recomputes(self) -> bool:
-        """Whether any rule can drop anything."""
-        return any(rule.action is not Action.SAVE for rule in self.rules)
+    def actions(self) -> frozenset[Action]:
+        """What the rules can do."""
+        return frozenset(rule.action for rule in self.rules)
 
 
 def to_ranges(layers: Iterable[int]) -> list[str]:

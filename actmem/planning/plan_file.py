@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from actmem.errors import PlanError
-from actmem.planning.plan import Action, Fingerprint, Plan, Rule, from_ranges, to_ranges
+from actmem.planning.plan import TIERS, Action, Fingerprint, Plan, Rule, Tier, from_ranges, to_ranges
 
 FORMAT_VERSION = 1
 
@@ -42,15 +42,19 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
             "inputs": list(mine.inputs),
             "autocast": mine.autocast,
         }
-    data["rules"] = [
-        {
-            "layers": "all" if rule.layers is None else to_ranges(rule.layers),
-            "ops": rule.pattern,
-            "action": rule.action.value,
-        }
-        for rule in plan.rules
-    ]
+    if any(rule.action is Action.SWAP for rule in plan.rules):
+        data["prefetch"] = plan.prefetch
+    data["rules"] = [_rule_to_dict(rule) for rule in plan.rules]
     return data
+
+
+def _rule_to_dict(rule: Rule) -> dict[str, Any]:
+    data = {
+        "layers": "all" if rule.layers is None else to_ranges(rule.layers),
+        "ops": rule.pattern,
+        "action": rule.action.value,
+    }
+    return data if rule.tier is None else data | {"tier": rule.tier}
 
 
 class _PlanReader:
@@ -63,7 +67,7 @@ class _PlanReader:
     def read(self, data: object) -> Plan:
         if not isinstance(data, Mapping) or data.get("actmem_plan") != FORMAT_VERSION:
             raise PlanError(f"{self._source} is not a plan: it must begin with 'actmem_plan: {FORMAT_VERSION}'")
-        self._known(data, {"actmem_plan", "name", "fingerprint", "rules"}, "the plan")
+        self._known(data, {"actmem_plan", "name", "fingerprint", "prefetch", "rules"}, "the plan")
         rules = data.get("rules", [])
         if not isinstance(rules, list):
             self._faults.append(f"rules: {rules!r} is not a list")
@@ -73,10 +77,11 @@ class _PlanReader:
         if not isinstance(name, str):
             self._faults.append(f"name: {name!r} is not a text")
         fingerprint = self._fingerprint(data["fingerprint"]) if data.get("fingerprint") is not None else None
+        prefetch = self._prefetch(data.get("prefetch", 1))
         if self._faults:
             noun = "fault" if len(self._faults) == 1 else "faults"
             raise PlanError("\n  ".join([f"{len(self._faults)} {noun} in the plan {self._source}:", *self._faults]))
-        return Plan(str(name), tuple(rule for rule in read if rule is not None), fingerprint)
+        return Plan(str(name), tuple(rule for rule in read if rule is not None), fingerprint, prefetch)
 
     def _known(self, data: Mapping[str, object], allowed: set[str], where: str) -> None:
         unknown = sorted(str(key) for key in data if key not in allowed)
@@ -88,16 +93,33 @@ class _PlanReader:
             self._faults.append(f"{where}: {item!r} is not a mapping of layers, ops and action")
             return None
         before = len(self._faults)
-        self._known(item, {"layers", "ops", "action"}, where)
+        self._known(item, {"layers", "ops", "action", "tier"}, where)
         pattern = self._pattern(item.get("ops"), where)
         layers = self._layers(item.get("layers", "all"), where)
         actions = {action.value: action for action in Action}
         action = actions.get(str(item.get("action")))
         if action is None:
             self._faults.append(f"{where}.action: {item.get('action')!r}; allowed: {sorted(actions)}")
+        tier = self._tier(item.get("tier"), action, where)
         if len(self._faults) > before or action is None:
             return None
-        return Rule(pattern, action, layers)
+        return Rule(pattern, action, layers, tier)
+
+    def _tier(self, tier: object, action: Action | None, where: str) -> Tier | None:
+        for known in TIERS:
+            if tier == known and action is Action.SWAP:
+                return known
+        if tier in TIERS and action is not None:
+            self._faults.append(f"{where}.tier: {tier!r} beside action {action.value}; only a swap has a tier")
+        elif tier is not None:
+            self._faults.append(f"{where}.tier: {tier!r}; allowed: {sorted(TIERS)}, or none for that of the settings")
+        return None
+
+    def _prefetch(self, prefetch: object) -> int:
+        if isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0:
+            return prefetch
+        self._faults.append(f"prefetch: {prefetch!r}; allowed: a whole number of regions, 0 or more")
+        return 1
 
     def _pattern(self, pattern: object, where: str) -> str:
         try:

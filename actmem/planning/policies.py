@@ -36,6 +36,16 @@ def recompute_cheap(graph: RegionGraph) -> tuple[Rule, ...]:
     return (Rule(".*", Action.RECOMPUTE), *(Rule(pattern, Action.SAVE) for pattern in _patterns(saved, recomputed)))
 
 
+def swap_attention(graph: RegionGraph) -> tuple[Rule, ...]:
+    """``attention-swap``: move what ``self_attn`` makes and the backward pass reads away from the device."""
+    return (Rule(r"(.*\.)?self_attn\..*", Action.SWAP),)
+
+
+def swap_all(graph: RegionGraph) -> tuple[Rule, ...]:
+    """``layer-swap``: move all that a region would hold away from the device, its inputs included."""
+    return (Rule(".*", Action.SWAP),)
+
+
 def _patterns(saved: set[str], recomputed: set[str]) -> list[str]:
     """Regexes that match all of `saved` and none of `recomputed`: one for all ops of a name in a module where they all
     are saved, so that it speaks for further ones too (experts run one by one in varying number)."""
@@ -56,4 +66,6 @@ POLICIES: dict[str, Policy] = {
     "full": recompute_all,
     "mlp": recompute_mlp,
     "selective": recompute_cheap,
+    "attention-swap": swap_attention,
+    "layer-swap": swap_all,
 }

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from actmem._compat import is_compiler_watching
 from actmem.errors import ApplyError
 from actmem.graph import RegionGraph
-from actmem.planning import resolve
+from actmem.planning import Action, resolve
 from actmem.planning.plan import RuleSet
 from actmem.runtime.engine import Engine
 from actmem.runtime.following import ScriptedTape, StreamingTape
@@ -84,7 +84,7 @@ class PlannedRegion:
         key: Hashable,
     ) -> Any:
         if isinstance(course, Script):
-            if not course.rules.recomputes:
+            if course.rules.actions <= {Action.SAVE}:
                 return forward(*args, **kwargs)
             return self._run_scripted(ScriptedTape(call, course, verify=verify), forward, args, kwargs, key)
         volatile = self._engine.volatile
