@@ -7,17 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from actmem.cli.planned import graph_of, refuse_yardsticks, rule_source
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
-from actmem.config.schema import RunConfig
-from actmem.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from actmem.graph import Graph
     from actmem.reporting.explanation import Explanation
-    from actmem.runtime.engine import RuleSource
 
 _NOTE = "FLOP are those of matmuls and attention; other ops count as none. Views read and write nothing."
 
@@ -35,47 +30,18 @@ def explain(
     Nothing is trained and no weight is made or read, so models of any size are explained in seconds.
     """
     run = load_config(config, overrides or ())
-    _refuse_yardsticks(run)
+    refuse_yardsticks(run)
     from actmem.models.shapes import build_shapes
     from actmem.reporting.explanation import explain_layers
 
     model = build_shapes(run.model)
-    source = _rule_source(run, model)
-    graph = _graph(run, model)
+    source = rule_source(run, model)
+    graph, _ = graph_of(run, model)
     explanations = explain_layers(graph, source, _wanted(layer, len(graph.layers)))
     if as_json:
         print_json([each.to_dict() for each in explanations])
     else:
         _show(explanations)
-
-
-def _refuse_yardsticks(run: RunConfig) -> None:
-    if run.policy in ("torch-full", "torch-sac"):
-        ours = "none, full, mlp, selective or null"
-        raise ConfigError([Fault("policy", "is torch's own way, which tells nothing of single ops", run.policy, ours)])
-
-
-def _rule_source(run: RunConfig, model: PreTrainedModel) -> RuleSource:
-    from actmem.planning import POLICIES, Plan
-    from actmem.runtime import apply
-    from actmem.runtime.engine import PlanRules, PolicyRules
-
-    if run.plan is None:
-        name = run.policy or "none"
-        return PolicyRules(name, POLICIES[name])
-    apply(model, run.plan).remove()  # refuses a plan that was made for another model
-    return PlanRules(Plan.load(run.plan))
-
-
-def _graph(run: RunConfig, model: PreTrainedModel) -> Graph:
-    import torch
-
-    from actmem.tracing import trace
-
-    shape = (run.train.micro_batch_size, run.data.sequence_length)
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.train.autocast is not None):
-        return trace(model.base_model, {"input_ids": tokens, "use_cache": False})
 
 
 def _wanted(layer: int | None, num_layers: int) -> range:

@@ -17,7 +17,8 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
 from actmem.config.schema import Section
-from actmem.config.wording import dotted, shown
+from actmem.config.shown import shown
+from actmem.config.wording import dotted
 from actmem.errors import Fault
 
 Location = tuple[str | int, ...]

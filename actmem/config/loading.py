@@ -3,7 +3,8 @@
     text -> Document -> overrides -> fields against the schema -> rules between fields -> RunConfig
 
 The steps pass faults on rather than stop at the first: a rule is skipped only where one of its own fields is at fault.
-Apart from looking whether the paths it names exist, nothing on the disk or a device is touched.
+Apart from looking whether the paths it names exist, and into a model's config.json for the number of its layers,
+nothing on the disk or a device is touched.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _validate(document: Document) -> tuple[RunConfig | None, list[Fault]]:
     except ValidationError as error:
         found = [(detail["type"], detail["loc"], detail["input"]) for detail in error.errors(include_url=False)]
         faults = [field_fault(document, *one) for one in found if one[2] is not UNREADABLE]
-        faulty = {location[:2] for _, location, _ in found}
+        faulty = {_droppable(value, location) for _, location, _ in found}
         if () in faulty:
             return None, [*document.faults, *faults]
         config = _sound_part(value, faulty)
@@ -83,9 +84,24 @@ def _sound_part(value: dict[str, object], faulty: set[Location]) -> RunConfig:
         if not isinstance(section, dict):
             sections[name] = section
             continue
-        sound = {key: entry for key, entry in section.items() if (name, key) not in faulty}
+        sound = {key: _sound_entries(entry, (name, key), faulty) for key, entry in section.items()}
+        sound = {key: entry for key, entry in sound.items() if (name, key) not in faulty}
         sections[name] = _STAND_INS.get(name, {}) | sound
     return RunConfig.model_validate(sections)
+
+
+def _droppable(value: dict[str, object], location: Location) -> Location:
+    """What to leave out so that a fault is gone: an entry of a mapping by pattern, or else a field or section."""
+    field: object = value
+    for part in location[:2] if len(location) > 2 else ():
+        field = field.get(part) if isinstance(field, dict) else None
+    return location[:3] if isinstance(field, dict) and location[2] in field else location[:2]
+
+
+def _sound_entries(entry: object, location: Location, faulty: set[Location]) -> object:
+    if not isinstance(entry, dict):
+        return entry
+    return {key: inner for key, inner in entry.items() if (*location, key) not in faulty}
 
 
 def _rule_faults(document: Document, config: RunConfig, faulty: set[Location]) -> list[Fault]:
@@ -95,7 +111,9 @@ def _rule_faults(document: Document, config: RunConfig, faulty: set[Location]) -
         if any(field in faulty or field[:1] in faulty for field in fields):
             continue
         for found in rule.check(config):
-            location = tuple(found.field.split("."))
+            if found.value is UNREADABLE:
+                continue
+            location = (*found.field.split("."), *found.inside)
             faults.append(document.fault(location, found.problem, value=found.value, allowed=found.allowed))
     return faults
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actmem.config.document import UNREADABLE, Document, Location, Place, read_document
-from actmem.config.wording import dotted, kind_of, shown
+from actmem.config.shown import shown
+from actmem.config.wording import dotted, kind_of
 from actmem.errors import Fault
 
 _FORM = "key=value, such as train.steps=20"

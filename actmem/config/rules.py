@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from actmem.config.complaint import Complaint, Rule
+from actmem.config.idle_sections import idle_sections
 from actmem.config.schema import RunConfig
+from actmem.config.section_rules import SECTION_RULES
 from actmem.errors import Fault
-
-
-@dataclass(frozen=True)
-class Complaint:
-    """What a rule finds wrong, and at which dotted field."""
-
-    field: str
-    problem: str
-    value: object = None
-    allowed: str | None = None
-
-
-Check = Callable[[RunConfig], Iterator[Complaint]]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A check of the dotted `fields`; it means something only where each of them is sound by itself."""
-
-    fields: tuple[str, ...]
-    check: Check
 
 
 def _policy_or_plan(config: RunConfig) -> Iterator[Complaint]:
@@ -103,6 +84,7 @@ RULES = (
     Rule(("model.path",), _model_directory),
     Rule(("data.tokenizer",), _tokenizer_directory),
     Rule(("plan",), _plan_file),
+    *SECTION_RULES,
 )
 
 
@@ -112,7 +94,7 @@ def idle_settings(config: RunConfig) -> tuple[Fault, ...]:
     They are `Fault`s without a line. Nothing stops a run that has them.
     """
     train, data = config.train, config.data
-    found = []
+    found = list(idle_sections(config))
     if train.warmup_steps > train.steps:
         problem = f"the default of {train.warmup_steps} outlasts the {train.steps} steps; lr never reaches train.lr"
         found.append(Fault("train.warmup_steps", problem, train.warmup_steps, f"at most {train.steps}"))

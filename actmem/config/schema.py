@@ -10,8 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, TypeAdapter, WithJsonSchema
 
+from actmem.config.layers import split_layers
 from actmem.units import parse_bytes
 
 PresetName = Literal[
@@ -52,6 +53,37 @@ Bytes = Annotated[int, BeforeValidator(_read_bytes), Field(ge=0)]
 
 # Strict pydantic takes no text for a path, and YAML has nothing else.
 PathField = Annotated[Path, Field(strict=False), BeforeValidator(_refuse_no_path)]
+
+
+LAYERS_SCHEMA = {"type": "layers"}
+
+# The list is checked here; its entries, every one of them, by the rules.
+Layers = Annotated[
+    tuple[object, ...], Field(strict=False), BeforeValidator(split_layers), WithJsonSchema(LAYERS_SCHEMA)
+]
+"""Layers as they were written, `"0-3, 8"` split into its entries; `actmem.config.layers.from_ranges` reads them."""
+
+LayersByPattern = dict[str, Layers]
+"""A regex over the paths inside a layer -> the layers it speaks of."""
+
+_EXCLUDED_NAMES = TypeAdapter(Annotated[tuple[Text, ...], Field(strict=False)])
+_EXCLUDED_PATTERNS = TypeAdapter(LayersByPattern, config=ConfigDict(strict=True))
+
+
+def _read_excluded(value: object) -> object:
+    return (_EXCLUDED_PATTERNS if isinstance(value, dict) else _EXCLUDED_NAMES).validate_python(value)
+
+
+Excluded = Annotated[
+    tuple[str, ...] | LayersByPattern,
+    PlainValidator(_read_excluded),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}, "additionalProperties": LAYERS_SCHEMA}),
+]
+"""Parts of op names, or patterns with layers."""
+
+
+def _read_no_mode(value: object) -> object:
+    return "None" if value is None else value
 
 
 class Section(BaseModel):
@@ -138,12 +170,65 @@ class MemoryConfig(Section):
     strict_matching: bool = False
 
 
+class RecomputeConfig(Section):
+    """What is made again in the backward pass.
+
+    `full`: whole layers, `full_recompute_layer`. `select`: what the patterns of `select_module` name, each in its
+    layers; layers of `full_recompute_layer` are then recomputed whole. Ops whose name holds a text of `exclude_op` are
+    saved all the same; patterns with layers may stand there too.
+    """
+
+    mode: Annotated[Literal["None", "full", "select"], BeforeValidator(_read_no_mode)] = "None"
+    full_recompute_layer: Layers | None = None
+    select_module: LayersByPattern | None = None
+    exclude_op: Excluded | None = None
+
+
+class RecomputeCommConfig(Section):
+    """Communication ops that are run again in the backward pass, whatever `recompute` says."""
+
+    enable: bool = False
+    select_module: LayersByPattern | None = None
+
+
+class LayerSwapConfig(Section):
+    """Layers that are swapped whole, their inputs included."""
+
+    layers: Layers
+
+
+class OpSwapConfig(Section):
+    """Modules or ops that are swapped: what the pattern `op_name` names, in `layers`."""
+
+    op_name: str
+    layers: Layers
+
+
+class SwapConfig(Section):
+    """What is moved away from the device until the backward pass. Every entry counts.
+
+    `default_prefetch` is how many layers ahead of the backward pass the way back starts.
+    """
+
+    enable: bool = False
+    default_prefetch: Positive = 1
+    layer_swap: Annotated[tuple[LayerSwapConfig, ...], Field(strict=False)] | None = None
+    op_swap: Annotated[tuple[OpSwapConfig, ...], Field(strict=False)] | None = None
+
+
 class RunConfig(Section):
-    """One run. `policy` and `plan` are two ways to say the same thing: at most one of them."""
+    """One run. What becomes of its activations is said in one of three ways: by a `policy`, by a `plan` file, or by the
+    sections `activation_swap`, `recompute`, `recompute_comm` and `swap`, which combine."""
 
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
     policy: PolicyName | None = None
     plan: PathField | None = None
+    activation_swap: Literal["none", "attention"] = "none"
+    recompute: RecomputeConfig = RecomputeConfig()
+    recompute_comm: RecomputeCommConfig = RecomputeCommConfig()
+    swap: SwapConfig = SwapConfig()
     memory: MemoryConfig = MemoryConfig()
+    platform: Literal["torch", "mindspore"] = "torch"
+    allow_unverified_model: bool = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from actmem.config.document import Document, Location
-from actmem.config.wording import allowed_at, dotted, keys_at, kind_of, names_at, nearest, sections_with, shown
+from actmem.config.shown import shown
+from actmem.config.wording import allowed_at, dotted, keys_at, kind_of, names_at, nearest, sections_with
 from actmem.errors import Fault
 
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}

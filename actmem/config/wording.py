@@ -1,42 +1,32 @@
-"""What a fault says: values in short, places as dotted paths, and what the schema allows at a place, in words."""
+"""What a fault says: kinds of values, places as dotted paths, and what the schema allows at a place, in words."""
 
 from __future__ import annotations
 
 import difflib
-import reprlib
+import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from actmem.config.schema import RunConfig
+from actmem.config.schema import LAYERS_SCHEMA, RunConfig
+from actmem.config.shown import shown
 
+_PLAIN_KEY = re.compile(r"[\w -]+")
 _CLOSE_ENOUGH = 0.5  # 'fp32' for 'float32' is as far off as a slip still is
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 60
 
 
 def dotted(location: Iterable[str | int]) -> str:
-    """``("data", "path", 0)`` as ``data.path[0]``."""
+    """``("data", "path", 0)`` as ``data.path[0]``; a key that is a pattern goes into brackets too."""
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
+        elif path and not _PLAIN_KEY.fullmatch(part):
+            path += f"[{shown(part)}]"
         else:
             name = part if part.isprintable() and part else shown(part)
             path += f".{name}" if path else name
     return path or "top level"
-
-
-def shown(value: object) -> str:
-    """A value as the YAML would have it, on one line, shortened."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int) and value.bit_length() > 128:  # Python may refuse to print it
-        return f"a number of {value.bit_length()} bits"
-    return _short.repr(value)
 
 
 def kind_of(value: object) -> str:
@@ -81,7 +71,8 @@ def _schema_at(location: Iterable[str | int]) -> dict[str, Any]:
             entries = inside.get("prefixItems", [])
             schema = entries[part] if part < len(entries) else inside.get("items", {})
         else:
-            schema = inside.get("properties", {}).get(part, {})
+            others = inside.get("additionalProperties")
+            schema = inside.get("properties", {}).get(part, others if isinstance(others, dict) else {})
     return schema
 
 
@@ -119,11 +110,19 @@ def _in_words(schema: dict[str, Any]) -> str:
     if kind == "array":
         return _list_in_words(schema)
     if kind == "object":
-        keys = schema.get("properties")
-        return f"a section with the keys {', '.join(keys)}" if keys else "a section of keys and values"
+        return _section_in_words(schema)
     words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
+    words["layers"] = "layers, such as 3 or [0-15, 20]"
     words["string"] = "a path" if schema.get("format") == "path" else "text"
     return f"{words.get(str(kind), '')} {_bounds(schema)}".strip()
+
+
+def _section_in_words(schema: dict[str, Any]) -> str:
+    if keys := schema.get("properties"):
+        return f"a section with the keys {', '.join(keys)}"
+    if schema.get("additionalProperties") == LAYERS_SCHEMA:
+        return "a section of patterns, each with its layers"
+    return "a section of keys and values"
 
 
 def _list_in_words(schema: dict[str, Any]) -> str:

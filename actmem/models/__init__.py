@@ -1,1 +1,1 @@
-"""Hugging Face Qwen3 models: presets, building and loading them, finding their decoder layers."""
+"""Hugging Face Qwen3 models: building and loading them, finding their decoder layers."""

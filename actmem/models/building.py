@@ -22,9 +22,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from actmem.config.presets import PRESETS
 from actmem.config.schema import ModelConfig
 from actmem.errors import ModelError
-from actmem.models.presets import PRESETS
 
 _ARCHITECTURES: Mapping[str, type[Any]] = {"qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
 # Read by the model or by the configuration class, yet no field of the class.

@@ -6,19 +6,26 @@ says recompute leaves them saved, but they can be swapped.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
-MAX_LAYER = 9999
+from actmem.config import patterns
+from actmem.config.layers import from_ranges, to_ranges
+from actmem.errors import PlanError
+
+__all__ = ["INPUT_PATH", "Action", "Fingerprint", "Plan", "Rule", "RuleSet", "from_ranges", "to_ranges"]
+
 INPUT_PATH = "input"
 
 Tier = Literal["host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+
+Reach = Literal["op", "below", "communication"]
+REACHES: tuple[Reach, ...] = get_args(Reach)
 
 
 class Action(Enum):
@@ -32,20 +39,39 @@ class Action(Enum):
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Gives `action` to the ops whose whole path inside the layer matches the regex `pattern`, in `layers` (``None``:
-    all). `layers` are sorted indices of regions, from 0. A swap may name its `tier`; without one the settings do."""
+    all). `layers` are sorted indices of regions, from 0. A swap may name its `tier`; without one the settings do.
+
+    `reach` says how the pattern is read. ``op``: as just said. ``below``: it may match a module too, and then speaks of
+    all that lies below; and an op without its number, or by a familiar name. ``communication``: it speaks of
+    communication ops alone, each likewise without its number or by a familiar name. Matching once over the path and
+    once over each module around it, rather than with one longer regex, leaves the pattern's anchors, lookaheads,
+    alternatives and inline flags to mean what they mean.
+    """
 
     pattern: str
     action: Action
     layers: tuple[int, ...] | None = None
     tier: Tier | None = None
+    reach: Reach = "op"
 
     def applies_to(self, layer: int) -> bool:
         """Whether the rule speaks of this layer."""
         return self.layers is None or layer in self.layers
 
     def matches(self, path: str) -> bool:
-        """Whether the rule speaks of an op at this path inside the layer."""
-        return re.fullmatch(self.pattern, path) is not None
+        """Whether the rule speaks of an op at this path inside the layer. Raises `PlanError` for a pattern that takes
+        too long to say so."""
+        try:
+            return _READINGS[self.reach](self.pattern, path)
+        except patterns.SlowPatternError as error:
+            raise PlanError(str(error)) from None
+
+
+_READINGS: dict[Reach, Callable[[str, str], bool]] = {
+    "op": patterns.matches,
+    "below": patterns.covers,
+    "communication": patterns.hits_communication,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,33 +168,6 @@ class RuleSet:
     def actions(self) -> frozenset[Action]:
         """What the rules can do."""
         return frozenset(rule.action for rule in self.rules)
-
-
-def to_ranges(layers: Iterable[int]) -> list[str]:
-    """``[0, 1, 2, 5]`` as ``['0-2', '5']``."""
-    ranges: list[list[int]] = []
-    for layer in layers:
-        if ranges and ranges[-1][1] == layer - 1:
-            ranges[-1][1] = layer
-        else:
-            ranges.append([layer, layer])
-    return [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-
-
-def from_ranges(ranges: Iterable[str | int]) -> tuple[int, ...]:
-    """``['0-2', 5]`` as ``(0, 1, 2, 5)``; `ValueError` unless strictly ascending and not overlapping."""
-    layers: list[int] = []
-    for item in ranges:
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(item).strip())
-        if match is None:
-            raise ValueError(f"{item!r} is not a layer or a range of layers; write for example 3 or '0-15'")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last > MAX_LAYER:
-            raise ValueError(f"{item!r} is beyond layer {MAX_LAYER}; no model has that many")
-        if last < first or (layers and first <= layers[-1]):
-            raise ValueError(f"{item!r} is out of order; layers must be strictly ascending and must not overlap")
-        layers.extend(range(first, last + 1))
-    return tuple(layers)
 
 
 def _plain(value: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,10 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from actmem.config.layers import from_ranges, to_ranges
+from actmem.config.patterns import pattern_problem
 from actmem.errors import PlanError
-from actmem.planning.plan import TIERS, Action, Fingerprint, Plan, Rule, Tier, from_ranges, to_ranges
+from actmem.planning.plan import REACHES, TIERS, Action, Fingerprint, Plan, Reach, Rule, Tier
 
 FORMAT_VERSION = 1
 
@@ -54,6 +55,8 @@ def _rule_to_dict(rule: Rule) -> dict[str, Any]:
         "ops": rule.pattern,
         "action": rule.action.value,
     }
+    if rule.reach != "op":
+        data["reach"] = rule.reach
     return data if rule.tier is None else data | {"tier": rule.tier}
 
 
@@ -93,7 +96,7 @@ class _PlanReader:
             self._faults.append(f"{where}: {item!r} is not a mapping of layers, ops and action")
             return None
         before = len(self._faults)
-        self._known(item, {"layers", "ops", "action", "tier"}, where)
+        self._known(item, {"layers", "ops", "action", "tier", "reach"}, where)
         pattern = self._pattern(item.get("ops"), where)
         layers = self._layers(item.get("layers", "all"), where)
         actions = {action.value: action for action in Action}
@@ -101,9 +104,10 @@ class _PlanReader:
         if action is None:
             self._faults.append(f"{where}.action: {item.get('action')!r}; allowed: {sorted(actions)}")
         tier = self._tier(item.get("tier"), action, where)
+        reach = self._reach(item.get("reach", "op"), where)
         if len(self._faults) > before or action is None:
             return None
-        return Rule(pattern, action, layers, tier)
+        return Rule(pattern, action, layers, tier, reach)
 
     def _tier(self, tier: object, action: Action | None, where: str) -> Tier | None:
         for known in TIERS:
@@ -115,6 +119,13 @@ class _PlanReader:
             self._faults.append(f"{where}.tier: {tier!r}; allowed: {sorted(TIERS)}, or none for that of the settings")
         return None
 
+    def _reach(self, reach: object, where: str) -> Reach:
+        for known in REACHES:
+            if reach == known:
+                return known
+        self._faults.append(f"{where}.reach: {reach!r}; allowed: {sorted(REACHES)}")
+        return "op"
+
     def _prefetch(self, prefetch: object) -> int:
         if isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0:
             return prefetch
@@ -122,14 +133,12 @@ class _PlanReader:
         return 1
 
     def _pattern(self, pattern: object, where: str) -> str:
-        try:
-            if isinstance(pattern, str):
-                re.compile(pattern)
-                return pattern
+        if not isinstance(pattern, str):
             self._faults.append(f"{where}.ops: {pattern!r} is not a regex in text form")
-        except re.error as error:
-            self._faults.append(f"{where}.ops: {pattern!r} is not a valid regex: {error}")
-        return ""
+            return ""
+        if problem := pattern_problem(pattern):
+            self._faults.append(f"{where}.ops: {pattern!r} {problem}")
+        return pattern
 
     def _layers(self, layers: object, where: str) -> tuple[int, ...] | None:
         if layers == "all":

@@ -18,6 +18,7 @@ from actmem._compat import DATA_DEPENDENT_ERRORS, FakeGroupedProducts, FakeTenso
 from actmem.errors import ApplyError
 from actmem.graph import Graph, RegionGraph
 from actmem.models.packing import one_sequence_a_row
+from actmem.planning import Fingerprint
 from actmem.runtime import apply
 
 
@@ -28,6 +29,11 @@ def trace(model: nn.Module, batch: Mapping[str, object]) -> Graph:
     sequence. Autocast is that of the caller.
     Raises `ApplyError` for a model that cannot be planned, and what the model itself raises.
     """
+    return trace_for_plan(model, batch)[0]
+
+
+def trace_for_plan(model: nn.Module, batch: Mapping[str, object]) -> tuple[Graph, Fingerprint]:
+    """What `trace` gives, and what a plan that fits this model and batch alone is made for."""
     with torch.enable_grad(), apply(model, "none", verify="off") as applied:
         if any(parameter.is_meta for parameter in model.parameters()):
             _run_without_memory(model, batch)
@@ -35,7 +41,9 @@ def trace(model: nn.Module, batch: Mapping[str, object]) -> Graph:
         else:
             model(**batch)
             graphs = applied.graphs
-        return _sort_by_kind(model, graphs)
+        made_for = applied.plan.fingerprint
+        assert made_for is not None, "an exported plan always says what it was made for"
+        return _sort_by_kind(model, graphs), made_for
 
 
 def _run_without_memory(model: nn.Module, batch: Mapping[str, object]) -> None:

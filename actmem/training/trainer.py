@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from actmem.config.schema import DataConfig, RunConfig
 from actmem.errors import CheckpointError, DataError, NonFiniteError
 from actmem.models.building import build_model, model_fields
+from actmem.planning.sections import name_of, plan_of
 from actmem.runtime import apply
 from actmem.training.checkpoint import Checkpoints
 from actmem.training.corpus import open_corpus
@@ -72,14 +73,10 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
         trainer.resume()
         stop = stack.enter_context(StopRequest())
         with apply(
-            trainer.model, _plan(config), verify=config.memory.verify, strict_matching=config.memory.strict_matching
+            trainer.model, plan_of(config), verify=config.memory.verify, strict_matching=config.memory.strict_matching
         ):
             trainer.run(stop)
         return trainer.finish(stop)
-
-
-def _plan(config: RunConfig) -> str | Path:
-    return config.plan or config.policy or "none"
 
 
 class _Trainer:
@@ -232,7 +229,7 @@ class _Trainer:
     def _start_record(self) -> StartRecord:
         return StartRecord(
             step=self.step,
-            plan=str(_plan(self.config)),
+            plan=name_of(plan_of(self.config)),
             device=str(self.device),
             num_parameters=self.model.num_parameters(),
             num_sequences=self.sequences.num_sequences,

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from actmem.config.presets import PRESETS
 from actmem.config.schema import PRESET_NAMES, ModelConfig
 from actmem.models.building import build_model
-from actmem.models.presets import PRESETS
 
 # As on the models' cards, in thousands of millions; tied embeddings count once.
 PUBLISHED_PARAMETERS = {

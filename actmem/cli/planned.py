@@ -1,0 +1,50 @@
+"""The plan of a configuration beside the graph of its model, without a weight in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from actmem.config.schema import RunConfig
+from actmem.errors import ConfigError, Fault
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from actmem.graph import Graph
+    from actmem.planning import Fingerprint
+    from actmem.runtime.engine import RuleSource
+
+YARDSTICKS = ("torch-full", "torch-sac")
+
+
+def refuse_yardsticks(run: RunConfig) -> None:
+    """`ConfigError` for torch's own ways of recomputing, which follow no plan of ours."""
+    if run.policy in YARDSTICKS:
+        ours = "a policy of actmem, a plan file, or the sections recompute and swap"
+        raise ConfigError([Fault("policy", "is torch's own way, which tells nothing of single ops", run.policy, ours)])
+
+
+def rule_source(run: RunConfig, model: PreTrainedModel) -> RuleSource:
+    """The rules that `run` gives the layers of `model`. Raises `PlanError` for a plan that was made for another one."""
+    from actmem.planning import POLICIES, Plan
+    from actmem.planning.sections import plan_of
+    from actmem.runtime import apply
+    from actmem.runtime.engine import PlanRules, PolicyRules
+
+    plan = plan_of(run)
+    if isinstance(plan, str):
+        return PolicyRules(plan, POLICIES[plan])
+    apply(model, plan).remove()  # refuses a plan that was made for another model
+    return PlanRules(plan if isinstance(plan, Plan) else Plan.load(plan))
+
+
+def graph_of(run: RunConfig, model: PreTrainedModel) -> tuple[Graph, Fingerprint]:
+    """What the layers of `model` do with one micro-batch of `run`, and what a plan for that is made for."""
+    import torch
+
+    from actmem.tracing import trace_for_plan
+
+    shape = (run.train.micro_batch_size, run.data.sequence_length)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.train.autocast is not None):
+        return trace_for_plan(model, {"input_ids": tokens, "use_cache": False})

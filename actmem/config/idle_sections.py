@@ -1,0 +1,32 @@
+"""Settings of the sections `recompute`, `recompute_comm` and `swap` that have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from actmem.config.schema import RunConfig, Section
+from actmem.errors import Fault
+
+
+def idle_sections(config: RunConfig) -> Iterator[Fault]:
+    """A warning for each setting that is there, while the switch of its section says that it does not count."""
+    mode = config.recompute.mode
+    if mode == "None":
+        yield from _idle("recompute", config.recompute, "mode", "while recompute.mode is None")
+    elif mode == "full" and config.recompute.select_module:
+        value = config.recompute.select_module
+        yield Fault("recompute.select_module", "has no effect while recompute.mode is full", value, "mode: select")
+    if not config.recompute_comm.enable:
+        yield from _idle("recompute_comm", config.recompute_comm, "enable", "while recompute_comm.enable is false")
+    if not config.swap.enable:
+        yield from _idle("swap", config.swap, "enable", "while swap.enable is false")
+    if config.allow_unverified_model and config.activation_swap == "none":
+        problem = "has no effect while activation_swap is none"
+        yield Fault("allow_unverified_model", problem, True)
+
+
+def _idle(name: str, section: Section, switch: str, reason: str) -> Iterator[Fault]:
+    for field in type(section).model_fields:
+        value = getattr(section, field)
+        if field != switch and field in section.model_fields_set and value:
+            yield Fault(f"{name}.{field}", f"has no effect {reason}", value)

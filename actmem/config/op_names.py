@@ -1,0 +1,56 @@
+"""What ops are called: on the tape by their ATen name, elsewhere by more familiar ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+_ATTENTION = ("scaled_dot_product_attention",)
+_WAIT = "wait_tensor"  # the collective has only begun; what others read is the output of this op
+
+FAMILIAR_NAMES: Mapping[str, tuple[str, ...]] = {
+    "all_gather": ("all_gather_into_tensor", _WAIT),
+    "AllGather": ("all_gather_into_tensor", _WAIT),
+    "InnerCommAllGather": ("all_gather_into_tensor", _WAIT),
+    "reduce_scatter": ("reduce_scatter_tensor", _WAIT),
+    "ReduceScatter": ("reduce_scatter_tensor", _WAIT),
+    "InnerCommReduceScatter": ("reduce_scatter_tensor", _WAIT),
+    "all_to_all": ("all_to_all_single", _WAIT),
+    "AllToAll": ("all_to_all_single", _WAIT),
+    "InnerCommAllToAllV": ("all_to_all_single", _WAIT),
+    "all_reduce": ("all_reduce", _WAIT),
+    "AllReduce": ("all_reduce", _WAIT),
+    "InnerCommAllReduce": ("all_reduce", _WAIT),
+    "sdpa": _ATTENTION,
+    "flash_attention": _ATTENTION,
+    "FlashAttentionScore": _ATTENTION,
+    "_scaled_dot_product_flash_attention": _ATTENTION,
+    "_scaled_dot_product_efficient_attention": _ATTENTION,
+    "_scaled_dot_product_cudnn_attention": _ATTENTION,
+    "_scaled_dot_product_flash_attention_for_cpu": _ATTENTION,
+    "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
+    "MatMul": ("mm", "bmm", "addmm"),
+    "SiLU": ("silu",),
+    "Softmax": ("_softmax",),
+    "GroupedMatmul": ("_grouped_mm",),
+}
+"""A familiar name -> the names of the ops that are meant."""
+
+_COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", _WAIT)
+
+
+@cache
+def names_of(op_name: str) -> tuple[str, ...]:
+    """The op's own name first, then its familiar ones."""
+    return (op_name, *(familiar for familiar, meant in FAMILIAR_NAMES.items() if op_name in meant))
+
+
+def is_communication(op_name: str) -> bool:
+    """Whether the op is a collective, one of several tensors at once included, or the wait for one."""
+    return op_name.startswith(_COLLECTIVES)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Module (with its dot, or empty) and plain name of the op at `path`: ``mlp.mul#1`` is ``mlp.`` and ``mul``."""
+    module, dot, last = path.rpartition(".")
+    return module + dot, last.partition("#")[0]

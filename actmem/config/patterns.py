@@ -1,0 +1,125 @@
+"""Regexes over the paths of a layer: when one is sound, and what one speaks of.
+
+A regex can take time without end on a path of 40 letters (``(a|a)*b``), and `re` can then not be interrupted. The
+`regex` package reads the same language, gives up after a time limit, and so needs no process of its own to be stopped
+from outside; the limit holds wherever a pattern is matched, on the paths of a run too, not only in the check of a
+configuration. It writes repeats of repeats out when it compiles, though, so their size is bounded first.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+import regex
+
+from actmem.config.known_paths import KNOWN_PATHS
+from actmem.config.op_names import is_communication, names_of, split_path
+
+TIME_LIMIT = 0.25
+"""Seconds of one match, and of all that are tried when a pattern is checked."""
+
+_MAX_LENGTH = 1000
+_MAX_SIZE = 100_000
+_MAX_NESTING = 50
+
+
+class SlowPatternError(ValueError):
+    """A pattern that takes longer than `TIME_LIMIT` on one path."""
+
+    def __init__(self, pattern: str, path: str) -> None:
+        super().__init__(f"the pattern {pattern!r} takes over {TIME_LIMIT} s on {path!r}; nest fewer repeats")
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """What is wrong with a pattern, or ``None``: no regex, too large, or too slow on paths that layers have."""
+    if problem := _size_problem(pattern):
+        return problem
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what a later version of Python may read otherwise
+            re.compile(pattern)
+            _compiled(pattern)
+    except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
+        return f"is not a valid regex: {error}"
+    return _time_problem(pattern)
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a sound pattern matches the whole path. Raises `SlowPatternError`."""
+    try:
+        return _compiled(pattern).fullmatch(path, timeout=TIME_LIMIT) is not None
+    except TimeoutError:
+        raise SlowPatternError(pattern, path) from None
+
+
+def covers(pattern: str, path: str) -> bool:
+    """Whether a pattern, as the sections of a configuration have it, speaks of the op at `path`: it matches one of the
+    modules around the op, or the op with or without its number, by its own name or a familiar one."""
+    return any(matches(pattern, name) for name in (*modules_around(path), *_ways_to_write(path)))
+
+
+def hits_communication(pattern: str, path: str) -> bool:
+    """Whether a pattern names the op at `path` itself, and that is a communication op."""
+    return is_communication(split_path(path)[1]) and any(matches(pattern, name) for name in _ways_to_write(path))
+
+
+def hits(pattern: str, paths: Iterable[str]) -> list[str]:
+    """The modules and ops that a pattern names among all those of a layer, without what lies below another hit."""
+    found = dict.fromkeys(hit for path in paths for hit in [_outermost_hit(pattern, path)] if hit is not None)
+    return list(found)
+
+
+def modules_around(path: str) -> Iterator[str]:
+    """Every module that an op lies in, from the outermost: ``mlp`` and ``mlp.act_fn`` for ``mlp.act_fn.silu``."""
+    parts = path.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts)))
+
+
+def _outermost_hit(pattern: str, path: str) -> str | None:
+    module = next((module for module in modules_around(path) if matches(pattern, module)), None)
+    if module is not None:
+        return module
+    return path if any(matches(pattern, name) for name in _ways_to_write(path)) else None
+
+
+@cache
+def _ways_to_write(path: str) -> tuple[str, ...]:
+    module, name = split_path(path)
+    return tuple(dict.fromkeys([path, *(module + known for known in names_of(name))]))
+
+
+@cache
+def _compiled(pattern: str) -> regex.Pattern[str]:
+    return regex.compile(pattern)
+
+
+def _size_problem(pattern: str) -> str | None:
+    if len(pattern) > _MAX_LENGTH:
+        return f"has {len(pattern)} characters, which is more than {_MAX_LENGTH}"
+    if pattern.count("(") > _MAX_NESTING:
+        return f"has {pattern.count('(')} groups, which is more than {_MAX_NESTING}"
+    size = len(pattern)
+    for low, high in re.findall(r"\{(\d*),?(\d*)\}", pattern):
+        size *= max(int(low[:9] or 1), int(high[:9] or 1))
+    return f"repeats too much: it may stand for {size} characters" if size > _MAX_SIZE else None
+
+
+def _time_problem(pattern: str) -> str | None:
+    started = time.perf_counter()
+    for path in (*KNOWN_PATHS, *_runs_of_one_letter(pattern)):
+        try:
+            matches(pattern, path)
+        except SlowPatternError as error:
+            return f"blows up: {error}"
+        if time.perf_counter() - started > TIME_LIMIT * 4:
+            return f"blows up: it takes over {TIME_LIMIT * 4:g} s on the paths of one layer; nest fewer repeats"
+    return None
+
+
+def _runs_of_one_letter(pattern: str) -> list[str]:
+    """What repeats of repeats are slowest on; of a pattern's first letters, which are as good as all."""
+    letters = dict.fromkeys(character for character in pattern if character.isalnum())
+    return [f"{letter * 40}!" for letter in list(letters)[:8]]

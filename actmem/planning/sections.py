@@ -1,0 +1,113 @@
+"""From the sections `activation_swap`, `recompute`, `recompute_comm` and `swap` of a configuration to a plan.
+
+A sound configuration recomputes and swaps nothing twice, so the order of the rules settles three things only: what
+`exclude_op` names is saved although its layer is recomputed; `recompute_comm` has its way even then; and nothing that
+`exclude_op` names is kept from being swapped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from actmem.config.layers import to_ranges
+from actmem.config.op_names import FAMILIAR_NAMES
+from actmem.config.overlaps import ATTENTION_PATTERN
+from actmem.config.schema import RunConfig
+from actmem.config.section_rules import used_sections
+from actmem.config.settings import COMM, EXCLUDE, FULL, LAYER_SWAP, OP_SWAP, SELECT, settings_in_effect
+from actmem.planning.plan import Action, Plan, Rule
+
+WHOLE_LAYER = ".*"
+
+
+def plan_of(config: RunConfig) -> str | Path | Plan:
+    """What `actmem.apply` runs a configuration with: its plan file, its policy's name, or the plan of its sections."""
+    if config.plan is not None or config.policy is not None:
+        return config.plan or config.policy or "none"
+    return plan_of_sections(config) if used_sections(config) else "none"
+
+
+def name_of(plan: str | Path | Plan) -> str:
+    """The name of what `plan_of` gives, for a person to read."""
+    return plan.name if isinstance(plan, Plan) else str(plan)
+
+
+def plan_of_sections(config: RunConfig) -> Plan:
+    """The plan that the sections of a sound configuration describe, as far as they are switched on."""
+    rules = (*_recompute_rules(config), *_excluding_rules(config), *_comm_rules(config), *_swap_rules(config))
+    return Plan(_name(config), rules, prefetch=config.swap.default_prefetch)
+
+
+def recomputed_layers(config: RunConfig) -> tuple[int, ...]:
+    """The layers in which `recompute` recomputes anything."""
+    return _union(setting.layers for setting in settings_in_effect(config, FULL, SELECT))
+
+
+def pattern_of_excluded(text: str) -> str:
+    """A regex for the paths of all ops whose own or familiar name holds `text`, in upper or lower case.
+
+    ATen's own way of writing, ``aten::mm.default``, is understood.
+    """
+    part = text.lower().removeprefix("aten::").removeprefix("aten.").removesuffix(".default")
+    meant = {name for familiar, names in FAMILIAR_NAMES.items() if part in familiar.lower() for name in names}
+    names = [rf"[^.#]*{re.escape(part)}[^.#]*", *(re.escape(name) for name in sorted(meant) if part not in name)]
+    return rf"(?i)(?:.*\.)?(?:{'|'.join(names)})(?:#\d+)?"
+
+
+def _recompute_rules(config: RunConfig) -> Iterator[Rule]:
+    for setting in settings_in_effect(config, SELECT):
+        yield Rule(setting.pattern or WHOLE_LAYER, Action.RECOMPUTE, setting.layers, reach="below")
+    for setting in settings_in_effect(config, FULL):
+        yield Rule(WHOLE_LAYER, Action.RECOMPUTE, setting.layers)
+
+
+def _excluding_rules(config: RunConfig) -> Iterator[Rule]:
+    layers, excluded = recomputed_layers(config), config.recompute.exclude_op
+    if excluded is None or not layers:
+        return
+    for setting in settings_in_effect(config, EXCLUDE):
+        both = tuple(layer for layer in setting.layers if layer in layers)
+        yield Rule(setting.pattern or WHOLE_LAYER, Action.SAVE, both, reach="below")
+    if isinstance(excluded, tuple):
+        yield from (Rule(pattern_of_excluded(text), Action.SAVE, layers) for text in excluded)
+
+
+def _comm_rules(config: RunConfig) -> Iterator[Rule]:
+    for setting in settings_in_effect(config, COMM):
+        yield Rule(setting.pattern or WHOLE_LAYER, Action.RECOMPUTE, setting.layers, reach="communication")
+
+
+def _swap_rules(config: RunConfig) -> Iterator[Rule]:
+    if config.activation_swap == "attention":
+        yield Rule(ATTENTION_PATTERN, Action.SWAP, reach="below")
+    for setting in settings_in_effect(config, OP_SWAP):
+        yield Rule(setting.pattern or WHOLE_LAYER, Action.SWAP, setting.layers, reach="below")
+    layers = _union(setting.layers for setting in settings_in_effect(config, LAYER_SWAP))
+    if layers:
+        yield Rule(WHOLE_LAYER, Action.SWAP, layers)
+
+
+def _name(config: RunConfig) -> str:
+    """Such as ``recompute full 0-1 + swap 2``."""
+    parts = []
+    if config.recompute.mode != "None":
+        parts.append(f"recompute {config.recompute.mode} {_ranges(recomputed_layers(config))}")
+    if config.recompute_comm.enable:
+        comm = _union(setting.layers for setting in settings_in_effect(config, COMM))
+        parts.append(f"recompute_comm {_ranges(comm)}")
+    if config.activation_swap != "none":
+        parts.append(f"activation_swap {config.activation_swap}")
+    if config.swap.enable:
+        swapped = _union(setting.layers for setting in settings_in_effect(config, LAYER_SWAP, OP_SWAP))
+        parts.append(f"swap {_ranges(swapped)}")
+    return " + ".join(parts)
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    return ", ".join(to_ranges(layers))
+
+
+def _union(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted({layer for each in layers for layer in each}))
