@@ -1,20 +1,40 @@
-"""`actmem check`: every fault of a configuration, and nothing touched."""
+"""`actmem check`: every fault of a configuration; what its patterns match and what it saves; and nothing touched."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from actmem.cli.planned import YARDSTICKS
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 from actmem.config.rules import idle_settings
 from actmem.config.schema import ModelConfig, RunConfig
-from actmem.errors import ConfigError, Fault, PlanError
+from actmem.errors import ApplyError, ConfigError, Fault, ModelError, PlanError
 from actmem.planning import Plan
+from actmem.planning.sections import name_of, plan_of
+
+if TYPE_CHECKING:
+    from actmem.planning.matching import Match
+    from actmem.reporting.effect import Effect
+
+# What a forward pass says of sizes and fields that do not fit together.
+_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+
+
+@dataclass
+class Findings:
+    """All that was found out about a configuration: it runs where there are no `faults`."""
+
+    run: RunConfig | None = None
+    faults: list[Fault] = field(default_factory=list)
+    warnings: list[Fault] = field(default_factory=list)
+    matches: list[Match] = field(default_factory=list)
+    effect: Effect | None = None
 
 
 def check(
@@ -24,44 +44,106 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show every fault of CONFIG, or what it would run. Exit code: 0 clean, 1 warnings only, 2 faults."""
-    faults: Sequence[Fault] = ()
-    warnings: Sequence[Fault] = ()
-    run = None
+    """Show every fault of CONFIG, or what it would run: what each pattern matches, and how many bytes are saved,
+    recomputed and swapped. Exit code: 0 clean, 1 warnings only, 2 faults.
+    """
+    found = _find(config, overrides or ())
+    if as_json:
+        _print_findings(config, found)
+    else:
+        _show_findings(config, found)
+    raise typer.Exit(2 if found.faults else 1 if found.warnings else 0)
+
+
+def _find(config: Path, overrides: Sequence[str]) -> Findings:
+    found = Findings()
     try:
-        run = load_config(config, overrides or ())
-        warnings = idle_settings(run)
+        run = load_config(config, overrides)
         if run.plan is not None:
             Plan.load(run.plan)
     except ConfigError as error:
-        faults = error.faults
+        found.faults = list(error.faults)
     except PlanError as error:
-        run, faults = None, (Fault("plan", str(error)),)
-    if as_json:
-        _print_findings(config, run, faults, warnings)
+        found.faults = [Fault("plan", str(error))]
     else:
-        _show_findings(config, run, faults, warnings)
-    raise typer.Exit(2 if faults else 1 if warnings else 0)
+        found.warnings = list(idle_settings(run))
+        if run.platform != "torch":
+            found.faults = [Fault("platform", f"{run.platform} is not supported; only torch is", run.platform, "torch")]
+        else:
+            _look_at_layers(run, found)
+        found.run = None if found.faults else run
+    return found
 
 
-def _show_findings(config: Path, run: RunConfig | None, faults: Sequence[Fault], warnings: Sequence[Fault]) -> None:
+def _look_at_layers(run: RunConfig, found: Findings) -> None:
+    """Add what the layers of the model say to a sound configuration."""
+    from actmem.cli.planned import graph_of, rule_source
+    from actmem.models.shapes import build_shapes
+    from actmem.planning.matching import match_patterns
+    from actmem.reporting.effect import effect_of
+
+    try:
+        model = build_shapes(run.model)
+        if run.policy in YARDSTICKS:
+            return
+        source = rule_source(run, model)
+        graph, _ = graph_of(run, model)
+        found.matches = match_patterns(run, graph)
+        found.effect = effect_of(graph, source, min_swap_bytes=run.memory.min_swap_bytes)
+    except ApplyError as error:
+        found.warnings.append(Fault("model", f"patterns and bytes cannot be told: {error}"))
+    except PlanError as error:
+        found.faults.append(Fault("plan" if run.plan is not None else "layers of the sections", str(error)))
+    except (ModelError, *_FORWARD_ERRORS) as error:
+        found.faults.append(Fault("model", str(error)))
+    _judge_matches(run, found)
+
+
+def _judge_matches(run: RunConfig, found: Findings) -> None:
+    wanting = [match for match in found.matches if match.problem is not None]
+    notes = [
+        Fault(f"{match.setting}[{match.pattern!r}]", str(match.problem), match.pattern, nearest=_listed(match.nearest))
+        for match in wanting
+    ]
+    (found.faults if run.memory.strict_matching else found.warnings).extend(notes)
+    swaps = run.activation_swap != "none" or run.swap.enable
+    if found.effect is not None and swaps and not found.effect.total("swapped_bytes"):
+        problem = "moves nothing: all that could be swapped is smaller than memory.min_swap_bytes"
+        setting = "swap" if run.swap.enable else "activation_swap"
+        found.warnings.append(Fault(setting, problem, run.memory.min_swap_bytes))
+
+
+def _listed(names: tuple[str, ...]) -> str | None:
+    return ", ".join(names) or None
+
+
+def _show_findings(config: Path, found: Findings) -> None:
     screen = Screen()
-    if run is None:
-        screen.error(ConfigError(faults, str(config)))
+    if found.run is None:
+        screen.error(ConfigError(found.faults, str(config)))
         return
-    found = f", {counted(len(warnings), 'warning')}" if warnings else ""
-    screen.line(f"{config}: no faults{found}", style="bold")
-    screen.faults(warnings, style="yellow")
-    screen.facts(summary(run))
+    warned = f", {counted(len(found.warnings), 'warning')}" if found.warnings else ""
+    screen.line(f"{config}: no faults{warned}", style="bold")
+    screen.faults(found.warnings, style="yellow")
+    screen.facts(summary(found.run))
+    if found.matches or found.effect is not None:
+        from actmem.reporting.check_tables import effect_table, match_table
+
+        if found.matches:
+            screen.table(match_table(found.matches))
+        if found.effect is not None:
+            screen.table(effect_table(found.effect))
 
 
-def _print_findings(config: Path, run: RunConfig | None, faults: Sequence[Fault], warnings: Sequence[Fault]) -> None:
+def _print_findings(config: Path, found: Findings) -> None:
     print_json(
         {
             "config": config,
-            "faults": [asdict(fault) for fault in faults],
-            "warnings": [asdict(warning) for warning in warnings],
-            "run": None if run is None else run.model_dump(mode="json"),
+            "faults": [asdict(fault) for fault in found.faults],
+            "warnings": [asdict(warning) for warning in found.warnings],
+            "run": None if found.run is None else found.run.model_dump(mode="json"),
+            "matches": [asdict(match) for match in found.matches],
+            "effect": None if found.effect is None else found.effect.to_dict(),
         }
     )
 
@@ -75,9 +157,14 @@ def summary(run: RunConfig) -> dict[str, str]:
         "model": f"{_model_name(run.model)}, {run.model.dtype}",
         "data": ", ".join(data.path),
         "steps": f"{train.steps} of {batch} a process",
-        "plan": f"from {run.plan}" if run.plan else f"policy {run.policy or 'none'}",
+        "plan": _plan_name(run),
         "output": str(train.output_dir),
     }
+
+
+def _plan_name(run: RunConfig) -> str:
+    plan = plan_of(run)
+    return name_of(plan) if isinstance(plan, Plan) else f"from {plan}" if run.plan else f"policy {plan}"
 
 
 def _model_name(model: ModelConfig) -> str:

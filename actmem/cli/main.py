@@ -15,6 +15,7 @@ import typer
 from actmem.cli.bench import bench
 from actmem.cli.check import check
 from actmem.cli.explain import explain
+from actmem.cli.plan import plan
 from actmem.cli.screen import Screen
 from actmem.cli.train import train
 from actmem.errors import ActmemError
@@ -27,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(check)
+app.command()(plan)
 app.command()(explain)
 app.command()(bench)
 app.command()(train)

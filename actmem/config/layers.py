@@ -55,8 +55,8 @@ def bad_entries(entries: Sequence[object]) -> Iterator[BadEntry]:
             yield BadEntry(index, str(error))
             continue
         if first <= reached:
-            relation = "overlaps or comes before" if last > reached or first != last else "does not come after"
-            problem = f"{shown(entry)} is out of order: it {relation} {before}; layers must be strictly ascending"
+            reason = f"it does not come after {before}; layers must be strictly ascending and must not overlap"
+            problem = f"{shown(entry)} is out of order: {reason}"
             yield BadEntry(index, problem)
         if last > reached:
             reached, before = last, shown(entry)

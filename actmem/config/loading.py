@@ -93,9 +93,9 @@ def _sound_part(value: dict[str, object], faulty: set[Location]) -> RunConfig:
 def _droppable(value: dict[str, object], location: Location) -> Location:
     """What to leave out so that a fault is gone: an entry of a mapping by pattern, or else a field or section."""
     field: object = value
-    for part in location[:2] if len(location) > 2 else ():
+    for part in location[:2]:
         field = field.get(part) if isinstance(field, dict) else None
-    return location[:3] if isinstance(field, dict) and location[2] in field else location[:2]
+    return location[:3] if isinstance(field, dict) and set(location[2:3]) & set(field) else location[:2]
 
 
 def _sound_entries(entry: object, location: Location, faulty: set[Location]) -> object:

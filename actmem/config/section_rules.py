@@ -28,14 +28,13 @@ def used_sections(config: RunConfig) -> dict[str, object]:
     return {name: value for name, value in zip(_SWITCHES, values, strict=True) if value not in ("none", "None", False)}
 
 
-def _one_way(config: RunConfig) -> Iterator[Complaint]:
-    ways = {"policy": config.policy, "plan": config.plan}
+def _one_way(switch: str, config: RunConfig) -> Iterator[Complaint]:
+    ways, used = {"policy": config.policy, "plan": config.plan}, used_sections(config)
     given = next((f"{name}: {value}" for name, value in ways.items() if value is not None), None)
-    if given is not None:
-        for name, value in used_sections(config).items():
-            problem = f"is given beside {given}; both say what becomes of activations"
-            allowed = "one of policy, plan, and the sections activation_swap, recompute, recompute_comm and swap"
-            yield Complaint(name, problem, value, allowed)
+    if given is not None and switch in used:
+        problem = f"is given beside {given}; both say what becomes of activations"
+        allowed = "one of policy, plan, and the sections activation_swap, recompute, recompute_comm and swap"
+        yield Complaint(switch, problem, used[switch], allowed)
 
 
 def _full_needs_layers(config: RunConfig) -> Iterator[Complaint]:
@@ -126,7 +125,7 @@ def _one_fate(config: RunConfig) -> Iterator[Complaint]:
 
 
 SECTION_RULES = (
-    Rule(("policy", "plan", *_SWITCHES), _one_way),
+    *(Rule(("policy", "plan", switch), partial(_one_way, switch)) for switch in _SWITCHES),
     Rule(("recompute.mode", FULL), _full_needs_layers),
     Rule(("recompute.mode", SELECT), _select_needs_modules),
     Rule(("recompute_comm.enable", COMM), _comm_needs_modules),

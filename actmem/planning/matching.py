@@ -16,6 +16,7 @@ from actmem.graph import Graph
 from actmem.planning.sections import pattern_of_excluded, recomputed_layers
 
 _NUM_NEAREST = 3
+_CLOSE_ENOUGH = 0.6
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def _nearest(setting: Setting, pattern: str, paths: Iterable[str]) -> tuple[str,
     plain = re.sub(r"\\?\.?[*+?]|\(\?\w+\)|[\\^$()|\[\]]", "", pattern).strip(".").lower()
     names = {name.lower(): name for name in _candidates(setting, paths)}
     by_end = {name.rpartition(".")[2]: path for name, path in reversed(names.items())}
-    close = difflib.get_close_matches(plain, list(names), n=_NUM_NEAREST, cutoff=0.5)
-    ends = difflib.get_close_matches(plain.rpartition(".")[2], list(by_end), n=_NUM_NEAREST, cutoff=0.5)
+    close = difflib.get_close_matches(plain, list(names), n=_NUM_NEAREST, cutoff=_CLOSE_ENOUGH)
+    ends = difflib.get_close_matches(plain.rpartition(".")[2], list(by_end), n=_NUM_NEAREST, cutoff=_CLOSE_ENOUGH)
     found = dict.fromkeys([*(names[name] for name in close), *(by_end[end] for end in ends)])
     return tuple(found)[:_NUM_NEAREST]
 

@@ -48,9 +48,9 @@ def recomputed_layers(config: RunConfig) -> tuple[int, ...]:
 def pattern_of_excluded(text: str) -> str:
     """A regex for the paths of all ops whose own or familiar name holds `text`, in upper or lower case.
 
-    ATen's own way of writing, ``aten::mm.default``, is understood.
+    ATen's own way of writing, ``aten::mm.default``, and MindSpore's, ``InnerCommAllGather``, are understood.
     """
-    part = text.lower().removeprefix("aten::").removeprefix("aten.").removesuffix(".default")
+    part = text.lower().removeprefix("innercomm").removeprefix("aten::").removeprefix("aten.").removesuffix(".default")
     meant = {name for familiar, names in FAMILIAR_NAMES.items() if part in familiar.lower() for name in names}
     names = [rf"[^.#]*{re.escape(part)}[^.#]*", *(re.escape(name) for name in sorted(meant) if part not in name)]
     return rf"(?i)(?:.*\.)?(?:{'|'.join(names)})(?:#\d+)?"

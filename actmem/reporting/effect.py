@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from actmem.graph import Graph
+from actmem.graph import Graph, RegionGraph
 from actmem.planning import Action, resolve
 from actmem.planning.plan import RuleSet
 from actmem.runtime.engine import RuleSource
@@ -48,15 +48,19 @@ class Effect:
 
 def effect_of(graph: Graph, source: RuleSource, *, min_swap_bytes: int) -> Effect:
     """What the rules of `source` do in each layer of `graph`; swaps of fewer than `min_swap_bytes` are not made."""
-    groups: dict[tuple[str, Hashable], list[int]] = {}
+    by_rules: dict[tuple[str, Hashable], list[int]] = {}
     for layer, kind in enumerate(graph.layers.values()):
-        groups.setdefault((kind, source.group(layer)), []).append(layer)
-    found = []
-    for (kind, _), layers in groups.items():
+        by_rules.setdefault((kind, source.group(layer)), []).append(layer)
+    by_bytes: dict[tuple[str, tuple[int, int, int, int]], list[int]] = {}
+    for (kind, _), layers in by_rules.items():
         region = graph.kinds[kind]
-        rules = RuleSet(source.rules(layers[0], region))
-        fates = resolve(region, rules.action_of, min_swap_bytes=min_swap_bytes)
-        unplanned = resolve(region, lambda path: Action.SAVE).held_bytes
-        held = (fates.held_bytes, fates.dropped_bytes, fates.swapped_bytes)
-        found.append(LayerBytes(kind, tuple(layers), unplanned, *held))
-    return Effect(source.name, tuple(found))
+        counts = _bytes_of(region, RuleSet(source.rules(layers[0], region)), min_swap_bytes)
+        by_bytes.setdefault((kind, counts), []).extend(layers)
+    groups = [LayerBytes(kind, tuple(sorted(layers)), *counts) for (kind, counts), layers in by_bytes.items()]
+    return Effect(source.name, tuple(sorted(groups, key=lambda group: group.layers)))
+
+
+def _bytes_of(region: RegionGraph, rules: RuleSet, min_swap_bytes: int) -> tuple[int, int, int, int]:
+    unplanned = resolve(region, lambda path: Action.SAVE)
+    fates = resolve(region, rules.action_of, min_swap_bytes=min_swap_bytes)
+    return unplanned.held_bytes, fates.held_bytes, fates.dropped_bytes, fates.swapped_bytes

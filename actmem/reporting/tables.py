@@ -29,7 +29,7 @@ _BENCH_HEADS = (
 
 def bench_table(result: BenchResult) -> Table:
     """One line a policy; ``-`` stands for what torch's own ways of recomputing do not tell."""
-    table = _table("policy", _BENCH_HEADS, ("loss and\ngradients",))
+    table = plain_table("policy", _BENCH_HEADS, ("loss and\ngradients",))
     for each in result.policies:
         table.add_row(*_bench_cells(result, each))
     return table
@@ -59,7 +59,7 @@ def explain_table(explanation: Explanation) -> Table:
     """One line an op, in order, and the totals below. Bytes are exact, so that they add up as they stand."""
     scale, unit = _flop_scale(max((row.flops for row in explanation.rows), default=0))
     heads = ("held\nbytes", "recomputed\nbytes", unit, "FLOP\nper byte")
-    table = _table("op", ("output", *heads), ("action", "why"), footer=True)
+    table = plain_table("op", ("output", *heads), ("action", "why"), footer=True)
     for row in explanation.rows:
         table.add_row(*_explain_cells(row, scale), style="" if row.action else "dim")
     for column, text in zip(table.columns, _explain_cells(explanation.total, scale), strict=True):
@@ -73,7 +73,8 @@ def explain_title(explanation: Explanation) -> str:
     return f"{explanation.kind}, {noun} {', '.join(to_ranges(explanation.layers))}, plan {explanation.plan}"
 
 
-def _table(first: str, numbers: tuple[str, ...], texts: tuple[str, ...], *, footer: bool = False) -> Table:
+def plain_table(first: str, numbers: tuple[str, ...], texts: tuple[str, ...], *, footer: bool = False) -> Table:
+    """A table with a column for each head: the first, then numbers, then texts."""
     table = Table(box=box.SIMPLE_HEAD, show_footer=footer, padding=(0, 1), pad_edge=False)
     # Where a terminal is narrow, the first and the last column give way; numbers never do.
     table.add_column(first, overflow="fold", min_width=8, vertical="bottom")
