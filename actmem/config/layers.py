@@ -39,10 +39,12 @@ def from_ranges(ranges: Sequence[object]) -> tuple[int, ...]:
 
 
 def split_layers(value: object) -> object:
-    """The entries of what may stand for layers: a list, one number, or a text such as ``"0-3, 8"``."""
+    """The entries of what may stand for layers: a list, one number, or a text such as ``"0-3, 8"``; else `value`."""
     if isinstance(value, str):
-        return [part.strip() for part in value.split(",")] if value.strip() else []
-    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+        return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def bad_entries(entries: Sequence[object]) -> Iterator[BadEntry]:

@@ -69,6 +69,7 @@ def _validate(document: Document) -> tuple[RunConfig | None, list[Fault]]:
         found = [(detail["type"], detail["loc"], detail["input"]) for detail in error.errors(include_url=False)]
         faults = [field_fault(document, *one) for one in found if one[2] is not UNREADABLE]
         faulty = {_droppable(value, location) for _, location, _ in found}
+        faulty |= {location[:2] for location in faulty if _is_dropped_whole(value, location[:2], faulty)}
         if () in faulty:
             return None, [*document.faults, *faults]
         config = _sound_part(value, faulty)
@@ -92,10 +93,20 @@ def _sound_part(value: dict[str, object], faulty: set[Location]) -> RunConfig:
 
 def _droppable(value: dict[str, object], location: Location) -> Location:
     """What to leave out so that a fault is gone: an entry of a mapping by pattern, or else a field or section."""
-    field: object = value
-    for part in location[:2]:
-        field = field.get(part) if isinstance(field, dict) else None
+    field = _field_at(value, location)
     return location[:3] if isinstance(field, dict) and set(location[2:3]) & set(field) else location[:2]
+
+
+def _is_dropped_whole(value: dict[str, object], location: Location, faulty: set[Location]) -> bool:
+    """Whether nothing would be left of a mapping by pattern."""
+    field = _field_at(value, location)
+    return isinstance(field, dict) and all((*location, key) in faulty for key in field)
+
+
+def _field_at(value: object, location: Location) -> object:
+    for part in location[:2]:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _sound_entries(entry: object, location: Location, faulty: set[Location]) -> object:

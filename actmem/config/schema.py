@@ -10,7 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, TypeAdapter, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    WithJsonSchema,
+)
 
 from actmem.config.layers import split_layers
 from actmem.units import parse_bytes
@@ -58,9 +67,7 @@ PathField = Annotated[Path, Field(strict=False), BeforeValidator(_refuse_no_path
 LAYERS_SCHEMA = {"type": "layers"}
 
 # The list is checked here; its entries, every one of them, by the rules.
-Layers = Annotated[
-    tuple[object, ...], Field(strict=False), BeforeValidator(split_layers), WithJsonSchema(LAYERS_SCHEMA)
-]
+Layers = Annotated[tuple[object, ...], BeforeValidator(split_layers), WithJsonSchema(LAYERS_SCHEMA)]
 """Layers as they were written, `"0-3, 8"` split into its entries; `actmem.config.layers.from_ranges` reads them."""
 
 LayersByPattern = dict[str, Layers]
@@ -74,9 +81,14 @@ def _read_excluded(value: object) -> object:
     return (_EXCLUDED_PATTERNS if isinstance(value, dict) else _EXCLUDED_NAMES).validate_python(value)
 
 
+def _written_excluded(value: object) -> object:
+    return value
+
+
 Excluded = Annotated[
     tuple[str, ...] | LayersByPattern,
     PlainValidator(_read_excluded),
+    PlainSerializer(_written_excluded),
     WithJsonSchema({"type": "array", "items": {"type": "string"}, "additionalProperties": LAYERS_SCHEMA}),
 ]
 """Parts of op names, or patterns with layers."""

@@ -38,7 +38,7 @@ def _one_way(switch: str, config: RunConfig) -> Iterator[Complaint]:
 
 
 def _full_needs_layers(config: RunConfig) -> Iterator[Complaint]:
-    if config.recompute.mode == "full" and not config.recompute.full_recompute_layer:
+    if config.recompute.mode == "full" and config.recompute.full_recompute_layer is None:
         yield Complaint("recompute.mode", f"full needs {FULL}", "full", f"{FULL}, such as [0-15]")
 
 
