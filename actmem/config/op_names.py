@@ -25,10 +25,6 @@ FAMILIAR_NAMES: Mapping[str, tuple[str, ...]] = {
     "_scaled_dot_product_cudnn_attention": _ATTENTION,
     "_scaled_dot_product_flash_attention_for_cpu": _ATTENTION,
     "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
-    "MatMul": ("mm", "bmm", "addmm"),
-    "SiLU": ("silu",),
-    "Softmax": ("_softmax",),
-    "GroupedMatmul": ("_grouped_mm",),
 }
 """A familiar name -> the names of the ops that are meant."""
 

@@ -82,6 +82,7 @@ def _read_excluded(value: object) -> object:
 
 
 def _written_excluded(value: object) -> object:
+    """As it is: beside a validator of our own, pydantic serializes a union twice and warns of the second time."""
     return value
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from copy import deepcopy
 from io import StringIO
 from typing import Any
@@ -10,12 +12,19 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from actmem.config.layers import from_ranges, to_ranges
 from actmem.config.loading import parse_config
+from actmem.config.patterns import pattern_problem
 from actmem.config.schema import RunConfig
 from actmem.config.wording import keys_at
 from actmem.errors import ConfigError
+from actmem.planning import Plan
+from actmem.planning.sections import plan_of
 
-moderate = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# ACTMEM_FUZZ=10 runs ten times as many.
+SCALE = int(os.environ.get("ACTMEM_FUZZ", "1"))
+moderate = settings(max_examples=150 * SCALE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=300 * SCALE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 VALID: dict[str, Any] = {
     "model": {"name": "qwen3-tiny", "config": {"hidden_size": 64}},
@@ -98,13 +107,113 @@ def test_mutated_configurations_as_yaml(changes: list[tuple[tuple[str, ...], obj
     outcome(text.getvalue())
 
 
-def mutated(changes: list[tuple[tuple[str, ...], object]]) -> dict[str, Any]:
-    config = deepcopy(VALID)
+def mutated(changes: list[tuple[tuple[str, ...], object]], base: dict[str, Any] = VALID) -> dict[str, Any]:
+    config = deepcopy(base)
     for (*section, key), value in changes:
         inside = config.setdefault(section[0], {}) if section else config
         if isinstance(inside, dict):
             inside[key] = value
     return config
+
+
+WAYS: dict[str, Any] = {
+    "model": {"name": "qwen3-tiny"},
+    "data": {"path": ["a"]},
+    "recompute": {"mode": "select", "select_module": {".*mlp": ["0-1"]}, "full_recompute_layer": [3]},
+    "recompute_comm": {"enable": True, "select_module": {".*all_gather": [0]}},
+    "swap": {"enable": True, "layer_swap": [{"layers": [2]}], "op_swap": [{"op_name": "self_attn", "layers": [0]}]},
+}
+SECTIONS = ("recompute", "recompute_comm", "swap", "activation_swap")
+numbers = st.integers(-1, 5)
+entries = st.one_of(numbers, st.tuples(numbers, numbers).map(lambda pair: f"{pair[0]}-{pair[1]}"), scalars)
+layers = st.one_of(st.lists(entries, max_size=4), st.lists(entries, max_size=3).map(tuple), entries, values)
+REGEX = [
+    ".*",
+    "mlp",
+    r"\.",
+    "(",
+    ")",
+    "|",
+    "[a-z]",
+    "?",
+    "+",
+    "*",
+    "{3}",
+    "(?i)",
+    "(?:",
+    "self_attn",
+    "mm",
+    "$",
+    "#1",
+    "\\",
+]
+patterns = st.one_of(st.lists(st.sampled_from(REGEX), max_size=6).map("".join), st.text(max_size=4))
+by_pattern = st.one_of(st.dictionaries(patterns, layers, max_size=3), values)
+swaps = st.one_of(
+    st.lists(st.fixed_dictionaries({}, optional={"layers": layers, "op_name": patterns}), max_size=3), values
+)
+switches = st.one_of(st.sampled_from(["None", "full", "select", None, True, False, "attention", "none"]), values)
+KINDS = {
+    "mode": switches,
+    "enable": switches,
+    "full_recompute_layer": layers,
+    "select_module": by_pattern,
+    "exclude_op": st.one_of(by_pattern, st.lists(st.text(max_size=4), max_size=3)),
+    "default_prefetch": st.one_of(numbers, values),
+    "layer_swap": swaps,
+    "op_swap": swaps,
+}
+inside = st.sampled_from([(name, key) for name in SECTIONS for key in keys_at((name,))]).flatmap(
+    lambda place: st.tuples(st.just(place), KINDS[place[1]])
+)
+whole = st.sampled_from([(name,) for name in SECTIONS]).flatmap(lambda place: st.tuples(st.just(place), switches))
+changed_ways = st.lists(st.one_of(inside, inside, inside, whole), min_size=1, max_size=5)
+
+
+@many
+@given(changed_ways)
+def test_mutated_sections_from_python(changes: list[tuple[tuple[str, ...], object]]) -> None:
+    found = outcome(mutated(changes, WAYS))
+    if isinstance(found, RunConfig):
+        plan = plan_of(found)
+        assert isinstance(plan, str | Plan)
+        assert RunConfig.model_validate_json(found.model_dump_json()) == found
+
+
+@moderate
+@given(changed_ways)
+def test_mutated_sections_as_yaml(changes: list[tuple[tuple[str, ...], object]]) -> None:
+    text = StringIO()
+    try:
+        YAML(typ="safe", pure=True).dump(mutated(changes, WAYS), text)
+    except UnicodeEncodeError:
+        return  # half a surrogate pair cannot be written down
+    found = outcome(text.getvalue())
+    if isinstance(found, ConfigError):
+        assert all(fault.line is not None for fault in found.faults)
+
+
+@many
+@given(patterns)
+def test_any_pattern_is_judged_in_time(pattern: str) -> None:
+    started = time.perf_counter()
+    pattern_problem(pattern)
+    assert time.perf_counter() - started < 5
+
+
+@many
+@given(st.lists(entries, max_size=5))
+def test_layers_are_read_or_refused(written: list[object]) -> None:
+    try:
+        read = from_ranges(written)
+    except ValueError:
+        return
+    assert list(read) == sorted(set(read))
+    assert from_ranges(to_ranges(read)) == read
+
+
+def test_the_sections_that_are_mutated_are_sound() -> None:
+    assert isinstance(outcome(WAYS), RunConfig)
 
 
 def test_the_configuration_that_is_mutated_is_sound() -> None:
