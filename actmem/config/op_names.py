@@ -26,7 +26,7 @@ FAMILIAR_NAMES: Mapping[str, tuple[str, ...]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _ATTENTION,
     "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
 }
-"""A familiar name -> the names of the ops that are meant."""
+"""A familiar name -> how the names of the ops that are meant begin; variants such as ``…_coalesced`` end otherwise."""
 
 _COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", _WAIT)
 
@@ -34,7 +34,7 @@ _COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_s
 @cache
 def names_of(op_name: str) -> tuple[str, ...]:
     """The op's own name first, then its familiar ones."""
-    return (op_name, *(familiar for familiar, meant in FAMILIAR_NAMES.items() if op_name in meant))
+    return (op_name, *(familiar for familiar, meant in FAMILIAR_NAMES.items() if op_name.startswith(meant)))
 
 
 def is_communication(op_name: str) -> bool:

@@ -54,7 +54,10 @@ def pattern_of_excluded(text: str) -> str:
     if "." in part or "#" in part:  # no name holds these
         return "(?!)"
     meant = {name for familiar, names in FAMILIAR_NAMES.items() if part in familiar.lower() for name in names}
-    names = [rf"[^.#]*{re.escape(part)}[^.#]*", *(re.escape(name) for name in sorted(meant) if part not in name)]
+    names = [
+        rf"[^.#]*{re.escape(part)}[^.#]*",
+        *(rf"{re.escape(name)}[^.#]*" for name in sorted(meant) if part not in name),
+    ]
     return rf"(?i)(?:.*\.)?(?:{'|'.join(names)})(?:#\d+)?"
 
 

@@ -45,7 +45,7 @@ def run_with(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 def test_a_sound_configuration_is_summed_up(config: Path) -> None:
     code, output = check(config, "train.micro_batch_size=4", "policy=full")
     assert code == 0
-    assert lines(output) == [
+    assert lines(output)[:6] == [
         f"{config}: no faults",
         "model   qwen3-tiny, float32",
         "data    a.txt",
@@ -70,7 +70,8 @@ def test_faults_are_aligned_under_their_file(config: Path) -> None:
     ]
     assert shown[-3:] == [
         "        policy       'ful' is not among the allowed names",
-        "                     allowed: none, full, mlp, selective, torch-full, torch-sac or null",
+        "                     allowed: none, full, mlp, selective, attention-swap, layer-swap, torch-full, torch-sac "
+        "or null",
         "                     nearest: full",
     ]
 
@@ -157,12 +158,14 @@ def test_the_version_is_told() -> None:
     assert (result.exit_code, result.stdout.startswith("actmem")) == (0, True)
 
 
-def test_help_and_check_import_no_torch() -> None:
+def test_help_and_faults_import_no_torch(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(SOUND + "recompute: {mode: full, full_recompute_layer: [0-9]}\n")
     script = "import sys; from actmem.cli.main import run; run()"
     probe = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {script}"
-    for arguments in (["--help"], ["check", "configs/dense.yaml"]):
+    for arguments in (["--help"], ["check", str(wrong)]):
         done = subprocess.run(
-            [sys.executable, "-c", probe, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+            [sys.executable, "-c", probe, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
         )
         assert done.stdout.splitlines()[-1] == "False", arguments
 

@@ -127,6 +127,7 @@ def test_excluded_ops_are_saved_where_their_layer_is_recomputed_and_nowhere_else
     assert saved == {
         "self_attn.q_proj.all_gather_into_tensor",
         "self_attn.q_proj.reduce_scatter_tensor",
+        "mlp.all_gather_into_tensor_coalesced",
         "mlp.wait_tensor",
     }
     assert with_action(text % "mlp", 0, Action.SAVE) == set()  # it is a module, not an op
@@ -152,7 +153,11 @@ def test_any_excluded_text_is_taken_literally(text: str) -> None:
 def test_communication_is_recomputed_under_its_own_and_its_familiar_names() -> None:
     text = r"recompute_comm: {enable: true, select_module: {'.*\.%s': [0]}}"
     gathers = with_action(text % "all_gather", 0, Action.RECOMPUTE)
-    assert gathers == {"self_attn.q_proj.all_gather_into_tensor", "mlp.wait_tensor"}
+    assert gathers == {
+        "self_attn.q_proj.all_gather_into_tensor",
+        "mlp.all_gather_into_tensor_coalesced",
+        "mlp.wait_tensor",
+    }
     assert with_action(text % "all_reduce", 0, Action.RECOMPUTE) == {
         "mlp.all_reduce",
         "mlp.all_reduce#1",
