@@ -12,7 +12,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 
 import regex
 
@@ -34,14 +34,13 @@ class SlowPatternError(ValueError):
         super().__init__(f"the pattern {pattern!r} takes over {TIME_LIMIT} s on {path!r}; nest fewer repeats")
 
 
+@lru_cache(maxsize=4096)
 def pattern_problem(pattern: str) -> str | None:
     """What is wrong with a pattern, or ``None``: no regex, too large, or too slow on paths that layers have."""
     if problem := _size_problem(pattern):
         return problem
     try:
-        with warnings.catch_warnings(action="ignore"):  # of what a later version of Python may read otherwise
-            re.compile(pattern)
-            _compiled(pattern)
+        _compiled(pattern)
     except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
         return f"is not a valid regex: {error}"
     return _time_problem(pattern)
@@ -93,7 +92,10 @@ def _ways_to_write(path: str) -> tuple[str, ...]:
 
 @cache
 def _compiled(pattern: str) -> regex.Pattern[str]:
-    return regex.compile(pattern)
+    """Compiled by both packages: what they do not both read is refused."""
+    with warnings.catch_warnings(action="ignore"):  # of what later versions may read otherwise
+        re.compile(pattern)
+        return regex.compile(pattern)
 
 
 def _size_problem(pattern: str) -> str | None:

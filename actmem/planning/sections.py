@@ -86,7 +86,7 @@ def _comm_rules(config: RunConfig) -> Iterator[Rule]:
 
 def _swap_rules(config: RunConfig) -> Iterator[Rule]:
     if config.activation_swap == "attention":
-        yield Rule(ATTENTION_PATTERN, Action.SWAP, reach="below")
+        yield Rule(rf"{ATTENTION_PATTERN}\..*", Action.SWAP)
     for setting in settings_in_effect(config, OP_SWAP):
         yield Rule(setting.pattern or WHOLE_LAYER, Action.SWAP, setting.layers, reach="below")
     layers = _union(setting.layers for setting in settings_in_effect(config, LAYER_SWAP))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from actmem.config.depth import num_layers
 from actmem.config.layers import from_ranges
@@ -424,7 +425,9 @@ def test_exclude_op_may_be_a_tuple() -> None:
 def test_the_number_of_layers(tmp_path: Path) -> None:
     assert num_layers(ModelConfig(name="qwen3-8b")) == 36
     assert num_layers(ModelConfig(name="qwen3-8b", config={"num_hidden_layers": 2})) == 2
-    assert num_layers(ModelConfig(config={"model_type": "qwen3"})) is None
+    for model_type, config_class in (("qwen3", Qwen3Config), ("qwen3_moe", Qwen3MoeConfig)):
+        assert num_layers(ModelConfig(config={"model_type": model_type})) == config_class().num_hidden_layers
+    assert num_layers(ModelConfig(config={"model_type": "other"})) is None
     assert num_layers(ModelConfig(config={"num_hidden_layers": True})) is None
     assert num_layers(ModelConfig(path=tmp_path)) is None
     for text, expected in [('{"num_hidden_layers": 7}', 7), ("[]", None), ("{", None), ("[" * 10000, None)]:
@@ -443,7 +446,7 @@ def test_layers_are_counted_where_the_model_says_how_many(tmp_path: Path) -> Non
             parse_config(f"model: {{{model}}}\ndata: {{path: [a]}}\n{FULL % '[0-2]'}")
         (fault,) = caught.value.faults
         assert fault.allowed == "layers from 0 to 1"
-    assert parse_config(f"model: {{config: {{model_type: qwen3}}}}\ndata: {{path: [a]}}\n{FULL % '[0-200]'}")
+    assert parse_config(f"model: {{config: {{}}}}\ndata: {{path: [a]}}\n{FULL % '[0-200]'}")
 
 
 def test_a_model_of_one_layer_cannot_swap() -> None:

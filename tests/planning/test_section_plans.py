@@ -56,7 +56,7 @@ def below(*modules: str) -> set[str]:
             "swap: {enable: true, layer_swap: [{layers: [1]}, {layers: [0]}], op_swap: [{op_name: mlp, layers: [2]}]}",
             (Rule("mlp", Action.SWAP, (2,), reach="below"), Rule(".*", Action.SWAP, (0, 1))),
         ),
-        ("activation_swap: attention", (Rule(r"(.*\.)?self_attn", Action.SWAP, reach="below"),)),
+        ("activation_swap: attention", (Rule(r"(.*\.)?self_attn\..*", Action.SWAP),)),
         (
             "recompute: {mode: full, full_recompute_layer: [0-1], exclude_op: {mlp: [1-3]}}",
             (Rule(".*", Action.RECOMPUTE, (0, 1)), Rule("mlp", Action.SAVE, (1,), reach="below")),
