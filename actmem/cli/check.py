@@ -14,6 +14,7 @@ from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 from actmem.config.rules import idle_settings
 from actmem.config.schema import ModelConfig, RunConfig
+from actmem.config.shown import quoted
 from actmem.errors import ApplyError, ConfigError, Fault, ModelError, PlanError
 from actmem.planning import Plan
 from actmem.planning.sections import name_of, plan_of
@@ -102,7 +103,12 @@ def _look_at_layers(run: RunConfig, found: Findings) -> None:
 def _judge_matches(run: RunConfig, found: Findings) -> None:
     wanting = [match for match in found.matches if match.problem is not None]
     notes = [
-        Fault(f"{match.setting}[{match.pattern!r}]", str(match.problem), match.pattern, nearest=_listed(match.nearest))
+        Fault(
+            f"{match.setting}[{quoted(match.pattern)}]",
+            str(match.problem),
+            match.pattern,
+            nearest=_listed(match.nearest),
+        )
         for match in wanting
     ]
     (found.faults if run.memory.strict_matching else found.warnings).extend(notes)

@@ -12,12 +12,13 @@ import re
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import regex
 
 from actmem.config.known_paths import KNOWN_PATHS
 from actmem.config.op_names import is_communication, names_of, split_path
+from actmem.config.shown import quoted
 
 TIME_LIMIT = 0.25
 """Seconds of one match, and of all that are tried when a pattern is checked."""
@@ -31,7 +32,7 @@ class SlowPatternError(ValueError):
     """A pattern that takes longer than `TIME_LIMIT` on one path."""
 
     def __init__(self, pattern: str, path: str) -> None:
-        super().__init__(f"the pattern {pattern!r} takes over {TIME_LIMIT} s on {path!r}; nest fewer repeats")
+        super().__init__(f"the pattern {quoted(pattern)} takes over {TIME_LIMIT} s on {path!r}; nest fewer repeats")
 
 
 @lru_cache(maxsize=4096)
@@ -84,13 +85,13 @@ def _outermost_hit(pattern: str, path: str) -> str | None:
     return path if any(matches(pattern, name) for name in _ways_to_write(path)) else None
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _ways_to_write(path: str) -> tuple[str, ...]:
     module, name = split_path(path)
     return tuple(dict.fromkeys([path, *(module + known for known in names_of(name))]))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> regex.Pattern[str]:
     """Compiled by both packages: what they do not both read is refused."""
     with warnings.catch_warnings(action="ignore"):  # of what later versions may read otherwise

@@ -16,6 +16,7 @@ from actmem.config.overlaps import overlaps
 from actmem.config.patterns import pattern_problem
 from actmem.config.schema import RunConfig
 from actmem.config.settings import COMM, FULL, LAYER_FIELDS, LAYER_SWAP, OP_SWAP, SELECT, settings_in
+from actmem.config.shown import quoted
 
 _ALLOWED_LAYERS = "numbers and ranges such as [0-15, 20], strictly ascending, without overlap"
 _SWITCHES = ("activation_swap", "recompute.mode", "recompute_comm.enable", "swap.enable")
@@ -113,7 +114,7 @@ def _sound_patterns(field: str, config: RunConfig) -> Iterator[Complaint]:
         problem = pattern_problem(setting.pattern) if setting.pattern else "is empty, and matches no path"
         if problem is not None:
             allowed = "a regex over the whole path of a module or op inside the layer, such as '.*mlp'"
-            yield Complaint(field, f"{setting.pattern[:60]!r} {problem}", setting.pattern, allowed, setting.pattern_at)
+            yield Complaint(field, f"{quoted(setting.pattern)} {problem}", setting.pattern, allowed, setting.pattern_at)
 
 
 def _one_fate(config: RunConfig) -> Iterator[Complaint]:

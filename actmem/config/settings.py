@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from actmem.config.layers import from_ranges
 from actmem.config.schema import RunConfig
+from actmem.config.shown import quoted
 
 Inside = tuple[str | int, ...]
 
@@ -38,7 +39,7 @@ class Setting:
     @property
     def name(self) -> str:
         """The setting as a message names it."""
-        return self.field if self.pattern is None else f"{self.field} {self.pattern!r}"
+        return self.field if self.pattern is None else f"{self.field} {quoted(self.pattern)}"
 
 
 def settings_in(config: RunConfig, field: str) -> Iterator[Setting]:

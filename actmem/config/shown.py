@@ -8,6 +8,13 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 
 
+def quoted(text: str) -> str:
+    """A text such as a pattern as YAML has it between single quotes, backslashes as they are; shortened."""
+    if not text.isprintable() or "'" in text or len(text) > _short.maxstring:
+        return _short.repr(text)
+    return f"'{text}'"
+
+
 def shown(value: object) -> str:
     """A value as the YAML would have it, on one line, shortened."""
     if value is None:

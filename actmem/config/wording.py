@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from actmem.config.schema import LAYERS_SCHEMA, RunConfig
-from actmem.config.shown import shown
+from actmem.config.shown import quoted, shown
 
 _PLAIN_KEY = re.compile(r"[\w -]+")
 _CLOSE_ENOUGH = 0.5  # 'fp32' for 'float32' is as far off as a slip still is
@@ -22,7 +22,7 @@ def dotted(location: Iterable[str | int]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif path and not _PLAIN_KEY.fullmatch(part):
-            path += f"[{shown(part)}]"
+            path += f"[{quoted(part)}]"
         else:
             name = part if part.isprintable() and part else shown(part)
             path += f".{name}" if path else name

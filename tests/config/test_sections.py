@@ -214,7 +214,7 @@ WRONG: list[tuple[str, str, str]] = [
     (SELECT % "{'*mlp': [0]}", f"{SEL}['*mlp']", "nothing to repeat"),
     (SELECT % "{'[z-a]': [0]}", f"{SEL}['[z-a]']", "bad character range"),
     (SELECT % "{'mlp(?i)': [0]}", f"{SEL}['mlp(?i)']", "global flags not at the start"),
-    (SELECT % r"{'a\': [0]}", f"{SEL}['a\\\\']", "bad escape (end of pattern)"),
+    (SELECT % r"{'a\': [0]}", f"{SEL}['a\\']", "bad escape (end of pattern)"),
     (SELECT % "{'(a|a)*$': [0]}", f"{SEL}['(a|a)*$']", "blows up"),
     (SELECT % "{'(([a-z_.]|[a-z_.])+)+[0-9]': [0]}", f"{SEL}['(([a-z_.]|[a-z_.])+)+[0-9]']", "blows up"),
     (

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from actmem.config.schema import ModelConfig, RunConfig
+from actmem.config.schema import ModelConfig, RecomputeConfig, RunConfig
 from actmem.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from actmem.models.building import build_model
 from actmem.training.device import choose_device
@@ -147,6 +147,16 @@ def test_a_run_goes_on_under_another_plan_to_the_same_bytes(
     assert state_files(straight, 6) == state_files(changed, 6)
     plans = [record.plan for record in read_metrics(result.metrics) if isinstance(record, StartRecord)]
     assert plans == ["none", policy]
+
+
+def test_the_sections_of_a_configuration_change_no_byte(make_config: MakeConfig) -> None:
+    plain, planned = make_config(out="plain", checkpoint_every=6), make_config(out="planned", checkpoint_every=6)
+    trained(plain)
+    select = RecomputeConfig(mode="select", select_module={".*mlp": "0-1"}, exclude_op=("mm",))
+    result = trained(planned.model_copy(update={"recompute": select}))
+    assert state_files(plain, 6) == state_files(planned, 6)
+    plans = [record.plan for record in read_metrics(result.metrics) if isinstance(record, StartRecord)]
+    assert plans == ["recompute select 0-1"]
 
 
 def test_accumulated_micro_batches_equal_one_large_batch(make_config: MakeConfig) -> None:
