@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry as torch_flop_registry
 
@@ -38,6 +39,7 @@ __all__ = [
     "raw_call",
     "storage_bytes",
     "storage_id",
+    "storage_reference",
 ]
 
 dispatch_off = torch._C._DisableTorchDispatch
@@ -114,6 +116,11 @@ def storage_bytes(tensor: torch.Tensor) -> int:
         numbers = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
         return numbers.untyped_storage().nbytes()
     return local_storage(tensor).nbytes()
+
+
+def storage_reference(tensor: torch.Tensor) -> object:
+    """Something that keeps a storage's `storage_id` from being given to another storage, but not its memory."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def asked_by_python_function() -> bool:

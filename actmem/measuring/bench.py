@@ -98,7 +98,7 @@ class _Contender:
 
     def __enter__(self) -> _Contender:
         if self.policy != BASELINE:
-            self._applied = apply(self._model, self.policy, verify="off")
+            self._applied = apply(self._model, self.policy, memory={"verify": "off"})
         return self
 
     def __exit__(self, *exception: object) -> None:

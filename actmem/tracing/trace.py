@@ -28,7 +28,7 @@ def trace(model: nn.Module, batch: Mapping[str, object]) -> Graph:
     sequence. Autocast is that of the caller.
     Raises `ApplyError` for a model that cannot be planned, and what the model itself raises.
     """
-    with torch.enable_grad(), apply(model, "none", verify="off") as applied:
+    with torch.enable_grad(), apply(model, "none", memory={"verify": "off"}) as applied:
         if any(parameter.is_meta for parameter in model.parameters()):
             _run_without_memory(model, batch)
             graphs = {name: _without_questions(graph) for name, graph in applied.graphs.items()}

@@ -71,9 +71,7 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
         trainer = _Trainer(config, directory, shown)
         trainer.resume()
         stop = stack.enter_context(StopRequest())
-        with apply(
-            trainer.model, _plan(config), verify=config.memory.verify, strict_matching=config.memory.strict_matching
-        ):
+        with apply(trainer.model, _plan(config), memory=config.memory):
             trainer.run(stop)
         return trainer.finish(stop)
 
