@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "dispatch_off",
     "dtensor_functions",
     "flop_registry",
+    "give_back_free_memory",
     "is_compiled",
     "is_compiler_watching",
     "is_fake",
@@ -156,6 +158,14 @@ def dtensor_functions() -> tuple[type[torch.autograd.Function], ...]:
     from torch.distributed.tensor._redistribute import Redistribute
 
     return (Redistribute, _ToTorchTensor, _FromTorchTensor)
+
+
+def give_back_free_memory() -> None:
+    """Let glibc, where that is the C library, return freed memory to the kernel."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def allocations(profiled: torch.profiler.profile) -> list[tuple[int, int]]:

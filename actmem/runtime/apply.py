@@ -58,6 +58,11 @@ class Applied:
         return collect(regions, SwapCounters() if swapper is None else swapper.counters)
 
     @property
+    def swaps(self) -> bool:
+        """Whether the plan can move values away from the device."""
+        return self._engine is not None and self._engine.swapper is not None
+
+    @property
     def graphs(self) -> dict[str, RegionGraph]:
         """What each region does, by the region's name; regions that have not been called yet are left out."""
         planned = {name: runner for name, runner in self._runners.items() if isinstance(runner, PlannedRegion)}
@@ -115,7 +120,7 @@ def apply(
     if isinstance(plan, str) and plan in YARDSTICKS:
         runner = YARDSTICKS[plan]()
         return Applied(plan, model, dict.fromkeys(found, runner), found)
-    source = _rule_source(plan)
+    source = rule_source(plan)
     kinds = {name: region_kind(module) for name, module in found.items()}
     if isinstance(source, PlanRules):
         _check_plan(source.plan, fingerprint(model, found))
@@ -133,7 +138,8 @@ def _swapper(model: nn.Module, source: RuleSource, memory: MemoryConfig) -> Swap
     return build_swapper(memory, device, source.tiers, source.prefetch)
 
 
-def _rule_source(plan: str | Path | Plan) -> RuleSource:
+def rule_source(plan: str | Path | Plan) -> RuleSource:
+    """Where the rules of a policy, a plan or a plan file come from. Raises `PlanError`."""
     if isinstance(plan, Plan):
         return PlanRules(plan)
     if isinstance(plan, str) and plan in POLICIES:

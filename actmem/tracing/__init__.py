@@ -1,5 +1,5 @@
 """From a model to its graph, on real tensors or on none at all."""
 
-from actmem.tracing.trace import trace
+from actmem.tracing.trace import trace, trace_shapes
 
-__all__ = ["trace"]
+__all__ = ["trace", "trace_shapes"]
