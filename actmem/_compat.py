@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry as torch_flop_registry
 
@@ -31,6 +33,7 @@ __all__ = [
     "dispatch_off",
     "dtensor_functions",
     "flop_registry",
+    "give_back_free_memory",
     "is_compiled",
     "is_compiler_watching",
     "is_fake",
@@ -38,6 +41,7 @@ __all__ = [
     "raw_call",
     "storage_bytes",
     "storage_id",
+    "storage_reference",
 ]
 
 dispatch_off = torch._C._DisableTorchDispatch
@@ -116,6 +120,11 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     return local_storage(tensor).nbytes()
 
 
+def storage_reference(tensor: torch.Tensor) -> object:
+    """Something that keeps a storage's `storage_id` from being given to another storage, but not its memory."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def asked_by_python_function() -> bool:
     """Whether the backward of a Python `torch.autograd.Function` is what runs now."""
     return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
@@ -149,6 +158,14 @@ def dtensor_functions() -> tuple[type[torch.autograd.Function], ...]:
     from torch.distributed.tensor._redistribute import Redistribute
 
     return (Redistribute, _ToTorchTensor, _FromTorchTensor)
+
+
+def give_back_free_memory() -> None:
+    """Let glibc, where that is the C library, return freed memory to the kernel."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def allocations(profiled: torch.profiler.profile) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@
     ├── MeasurementError (RuntimeError)  a figure that could not be measured as it must be
     ├── InPlaceEditError (RuntimeError)  a tensor edited in place after the backward pass came to need it
     ├── ReplayMismatchError (RuntimeError)  a recomputed value that differs from the one it stands for
+    ├── SwapError (RuntimeError)         a swapped value that cannot be brought back as it was
     └── NonFiniteError (FloatingPointError)  a loss that is infinite or not a number
 
 Each also derives from the built-in error that a caller who does not know actmem would catch. A message says what is
@@ -94,6 +95,10 @@ class InPlaceEditError(ActmemError, RuntimeError):
 
 class ReplayMismatchError(ActmemError, RuntimeError):
     """A recomputed value differs from the value it stands for; training must not go on."""
+
+
+class SwapError(ActmemError, RuntimeError):
+    """A swapped value cannot be read back, or not as it was; training must not go on."""
 
 
 class NonFiniteError(ActmemError, FloatingPointError):

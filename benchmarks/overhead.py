@@ -53,7 +53,8 @@ def measure_overhead(model: PreTrainedModel, batch: Batch, rounds: int) -> Overh
     """Measure on `model`, in one process, with all variants interleaved."""
     saving, recording = with_own_modules(model), with_own_modules(model)
     counter = _BareMode()  # type: ignore[no-untyped-call]
-    with apply(saving, "none", verify="off"), apply(recording, "full", verify="off") as recorded:
+    unguarded = {"verify": "off"}
+    with apply(saving, "none", memory=unguarded), apply(recording, "full", memory=unguarded) as recorded:
         steps = interleave(
             {"unplanned": lambda: _step(model, batch), "all saved": lambda: _step(saving, batch)},
             model.device,

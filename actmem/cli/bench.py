@@ -78,6 +78,7 @@ def _measure(run: RunConfig, policies: list[str], rounds: int) -> BenchResult:
             setting=_setting(run, device),
             rounds=rounds,
             loss=run.model.loss,
+            memory=run.memory,
             autocast=torch.bfloat16 if run.train.autocast is not None else None,
             on_step=on_step,
         )
@@ -117,9 +118,11 @@ def write_result(result: BenchResult, directory: Path) -> None:
 
 def show_result(screen: Screen, result: BenchResult) -> None:
     """The setting, a table of all policies, and what it cannot say."""
-    from actmem.reporting.tables import bench_notes, bench_table
+    from actmem.reporting.tables import bench_notes, bench_table, swap_table
 
     screen.line(result.setting, style="bold")
     screen.table(bench_table(result))
+    if any(each.swap is not None for each in result.policies):
+        screen.table(swap_table(result))
     for note in bench_notes(result):
         screen.line(note, style="bold red" if note.startswith("WRONG") else "")

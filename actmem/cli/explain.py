@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmem.cli.planned import graph_of, refuse_yardsticks, rule_source
+from actmem.cli.planned import graph_of, refuse_yardsticks, rules_of
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 
@@ -35,7 +35,7 @@ def explain(
     from actmem.reporting.explanation import explain_layers
 
     model = build_shapes(run.model)
-    source = rule_source(run, model)
+    source = rules_of(run, model)
     graph, _ = graph_of(run, model)
     explanations = explain_layers(graph, source, _wanted(layer, len(graph.layers)))
     if as_json:

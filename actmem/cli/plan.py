@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmem.cli.planned import graph_of, refuse_yardsticks, rule_source
+from actmem.cli.planned import graph_of, refuse_yardsticks, rules_of
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -51,7 +51,7 @@ def _made(run: RunConfig) -> Plan:
     from actmem.planning.sections import plan_of
 
     model = build_shapes(run.model)
-    source = rule_source(run, model)
+    source = rules_of(run, model)
     graph, made_for = graph_of(run, model)
     given = plan_of(run)
     if isinstance(given, Path):

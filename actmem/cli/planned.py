@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actmem.config.schema import RunConfig
@@ -24,18 +25,16 @@ def refuse_yardsticks(run: RunConfig) -> None:
         raise ConfigError([Fault("policy", "is torch's own way, which tells nothing of single ops", run.policy, ours)])
 
 
-def rule_source(run: RunConfig, model: PreTrainedModel) -> RuleSource:
+def rules_of(run: RunConfig, model: PreTrainedModel) -> RuleSource:
     """The rules that `run` gives the layers of `model`. Raises `PlanError` for a plan that was made for another one."""
-    from actmem.planning import POLICIES, Plan
     from actmem.planning.sections import plan_of
     from actmem.runtime import apply
-    from actmem.runtime.engine import PlanRules, PolicyRules
+    from actmem.runtime.apply import rule_source
 
     plan = plan_of(run)
-    if isinstance(plan, str):
-        return PolicyRules(plan, POLICIES[plan])
-    apply(model, plan).remove()  # refuses a plan that was made for another model
-    return PlanRules(plan if isinstance(plan, Plan) else Plan.load(plan))
+    if isinstance(plan, Path):
+        apply(model, plan).remove()  # refuses a plan that was made for another model
+    return rule_source(plan)
 
 
 def graph_of(run: RunConfig, model: PreTrainedModel) -> tuple[Graph, Fingerprint]:

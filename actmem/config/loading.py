@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from actmem.config.document import UNREADABLE, Document, Location, from_mapping, read_document
 from actmem.config.overrides import apply_overrides
 from actmem.config.rules import RULES
-from actmem.config.schema import RunConfig
+from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.config.translation import field_fault
 from actmem.errors import ConfigError, Fault
 
@@ -54,6 +54,17 @@ def parse_config(
     if config is None or faults:
         raise ConfigError(sorted(faults, key=_file_order), source)
     return config
+
+
+def parse_memory(settings: Mapping[str, object]) -> MemoryConfig:
+    """The `memory` section in a mapping. Raises `ConfigError` with every fault."""
+    document = from_mapping({"memory": dict(settings)})
+    try:
+        return MemoryConfig.model_validate(dict(settings))
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        found = [field_fault(document, each["type"], ("memory", *each["loc"]), each["input"]) for each in details]
+        raise ConfigError(found, "the memory settings") from None
 
 
 def _validate(document: Document) -> tuple[RunConfig | None, list[Fault]]:

@@ -54,6 +54,10 @@ def _tokenizer_directory(config: RunConfig) -> Iterator[Complaint]:
     yield from _directory("data.tokenizer", config.data.tokenizer)
 
 
+def _swap_directory(config: RunConfig) -> Iterator[Complaint]:
+    yield from _directory("memory.disk_path", config.memory.disk_path)
+
+
 def _plan_file(config: RunConfig) -> Iterator[Complaint]:
     plan = config.plan
     if plan is not None and not _holds(plan, Path.is_file):
@@ -83,6 +87,7 @@ RULES = (
     Rule(("train.steps", "train.warmup_steps"), _warmup_within_steps),
     Rule(("model.path",), _model_directory),
     Rule(("data.tokenizer",), _tokenizer_directory),
+    Rule(("memory.disk_path",), _swap_directory),
     Rule(("plan",), _plan_file),
     *SECTION_RULES,
 )

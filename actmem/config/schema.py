@@ -57,7 +57,7 @@ def _read_bytes(value: object) -> object:
     return parse_bytes(value) if isinstance(value, str) else value
 
 
-Bytes = Annotated[int, BeforeValidator(_read_bytes), Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0, json_schema_extra={"format": "bytes"}), BeforeValidator(_read_bytes)]
 """A number of bytes: ``1048576`` or ``"64GiB"``."""
 
 # Strict pydantic takes no text for a path, and YAML has nothing else.

@@ -106,6 +106,8 @@ def _in_words(schema: dict[str, Any]) -> str:
         return ", ".join(schema["enum"])
     if "const" in schema:
         return str(schema["const"])
+    if schema.get("format") == "bytes":
+        return "a number of bytes such as 1048576 or '64GiB'"
     kind = schema.get("type")
     if kind == "array":
         return _list_in_words(schema)

@@ -10,20 +10,25 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
+from statistics import median
 from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from actmem.config.schema import MemoryConfig
 from actmem.errors import MeasurementError
 from actmem.graph import Graph
 from actmem.measuring.agreement import Reference
 from actmem.measuring.floor import peak_floor_bytes, unplanned_fates
 from actmem.measuring.interleave import Timing, interleave
 from actmem.measuring.peak import measure_peak
-from actmem.measuring.result import BASELINE, BenchResult, Holdings, PolicyResult
+from actmem.measuring.resident import measure_resident
+from actmem.measuring.result import BASELINE, BenchResult, Holdings, PolicyResult, SwapFigures
 from actmem.runtime import Applied, Stats, apply
+from actmem.runtime.swap.counters import SwapCounters
 from actmem.tracing import trace
 from actmem.training.loss import next_token_loss
 from actmem.training.packing import Batch
@@ -41,14 +46,15 @@ def run_bench(
     rounds: int = 5,
     loss: Literal["standard", "chunked"] = "standard",
     autocast: torch.dtype | None = None,
+    memory: MemoryConfig | None = None,
     on_step: OnStep = lambda policy: None,
 ) -> BenchResult:
-    """Measure `policies`, names as `actmem.apply` takes them, on `model` and one `batch` on the model's device.
+    """Measure `policies`, named as `actmem.apply` takes them, on `model` and one `batch` on the model's device.
 
     ``none``, the model without any plan, is always measured, and first. The model keeps its weights; its gradients are
-    overwritten. `on_step` hears of each of the `num_steps` steps that follow one another. Raises `MeasurementError`
-    where a step leaves memory behind, `PlanError` for an unknown policy, `ApplyError` for a model that cannot be
-    planned.
+    overwritten. `memory` says where swapped values go. `on_step` hears of each of the `num_steps` steps that follow one
+    another. Raises `MeasurementError` where a step leaves memory behind, `PlanError` for an unknown policy,
+    `ApplyError` for a model that cannot be planned.
     """
     names = list(dict.fromkeys([BASELINE, *policies]))
     casting = torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None)
@@ -60,11 +66,15 @@ def run_bench(
     with casting:
         graph = trace(model.base_model, {"input_ids": batch.inputs, "use_cache": False})
     with ExitStack() as stack:
-        contenders = [stack.enter_context(_Contender(model, name, forward)) for name in names]
+        settings = (memory or MemoryConfig()).model_copy(update={"verify": "off"})
+        contenders = [stack.enter_context(_Contender(model, name, forward, settings)) for name in names]
         steps = {each.policy: each.step for each in contenders}
         timings = interleave(steps, model.device, rounds=rounds, warm_up=WARM_UP, on_run=on_step)
+        copied = {each.policy: each.copied(rounds) for each in contenders}
         reference = Reference(model, contenders[0].step)
-        results = [_measure(each, reference, timings[each.policy], graph, on_step) for each in contenders]
+        results = [
+            _measure(each, reference, timings[each.policy], copied[each.policy], graph, on_step) for each in contenders
+        ]
     floor = peak_floor_bytes(graph, results[0].peak_bytes)
     return BenchResult(setting, batch.inputs.numel(), tuple(results), floor)
 
@@ -84,21 +94,29 @@ def with_own_modules(model: PreTrainedModel) -> PreTrainedModel:
 
 def num_steps(policies: Sequence[str], rounds: int) -> int:
     """How often `run_bench` calls `on_step`."""
-    return len({BASELINE, *policies}) * (WARM_UP + rounds + 2)
+    return len({BASELINE, *policies}) * (WARM_UP + rounds + 3)
 
 
 class _Contender:
     """One policy, on modules of its own around the model's own parameters, so that all can be planned at once."""
 
-    def __init__(self, model: PreTrainedModel, policy: str, forward: Callable[[PreTrainedModel], Tensor]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: str,
+        forward: Callable[[PreTrainedModel], Tensor],
+        memory: MemoryConfig,
+    ) -> None:
         self.policy = policy
         self._forward = forward
+        self._memory = memory
+        self._counts: list[SwapCounters] = []
         self._model = with_own_modules(model)
         self._applied: Applied | None = None
 
     def __enter__(self) -> _Contender:
         if self.policy != BASELINE:
-            self._applied = apply(self._model, self.policy, verify="off")
+            self._applied = apply(self._model, self.policy, memory=self._memory)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -109,7 +127,22 @@ class _Contender:
         """One forward and backward pass; returns the loss."""
         loss = self._forward(self._model)
         loss.backward()
+        if self._applied is not None and self._applied.swaps:
+            self._counts.append(self._applied.stats.swap)
         return loss.detach()
+
+    def copied(self, rounds: int) -> SwapFigures | None:
+        """What the last `rounds` steps copied, in the middle."""
+        if not self._counts:
+            return None
+        steps = [after.since(before) for before, after in pairwise(self._counts[-rounds - 1 :])]
+        return SwapFigures(
+            bytes_out=int(median(each.bytes_out for each in steps)),
+            bytes_in=int(median(each.bytes_in for each in steps)),
+            copy_seconds=median(each.copy_out_seconds + each.copy_in_seconds for each in steps),
+            exposed_seconds=median(each.exposed_seconds for each in steps),
+            bytes_stayed=int(median(each.bytes_refused + each.bytes_no_room for each in steps)),
+        )
 
     def measure_memory(self, graph: Graph) -> tuple[int, Holdings | None]:
         """The peak of one step, and what its layers held."""
@@ -129,13 +162,20 @@ class _Contender:
 
 
 def _measure(
-    contender: _Contender, reference: Reference, timing: Timing, graph: Graph, on_step: OnStep
+    contender: _Contender,
+    reference: Reference,
+    timing: Timing,
+    copied: SwapFigures | None,
+    graph: Graph,
+    on_step: OnStep,
 ) -> PolicyResult:
     agreement = reference.compare(contender.step)
     on_step(contender.policy)
+    resident_bytes = measure_resident(contender.step)
+    on_step(contender.policy)
     peak_bytes, holdings = contender.measure_memory(graph)
     on_step(contender.policy)
-    return PolicyResult(contender.policy, peak_bytes, timing, agreement, holdings)
+    return PolicyResult(contender.policy, peak_bytes, timing, agreement, holdings, resident_bytes, copied)
 
 
 def _unplanned_holdings(graph: Graph) -> Holdings:
@@ -149,4 +189,4 @@ def _holdings(stats: Stats, num_replayed_ops: int) -> Holdings:
     reasons: Counter[str] = Counter()
     for region in stats.regions:
         reasons.update(region.held_bytes_by_reason)
-    return Holdings(stats.held_bytes, stats.dropped_bytes, dict(reasons), num_replayed_ops)
+    return Holdings(stats.held_bytes, stats.dropped_bytes, dict(reasons), num_replayed_ops, stats.swapped_bytes)

@@ -17,7 +17,7 @@ BASELINE = "none"
 
 @dataclass(frozen=True)
 class Holdings:
-    """What the layers of a model hold until the backward pass, together, and what is recomputed instead.
+    """What the layers of a model hold until the backward pass, together, and what is recomputed or swapped instead.
 
     `held_bytes_by_reason` adds up to `held_bytes`: ``saved`` by the plan, ``input`` of a layer, or a reason for which
     something is always saved. A storage that two layers hold counts in both. `num_replayed_ops` is per step.
@@ -27,6 +27,7 @@ class Holdings:
     dropped_bytes: int
     held_bytes_by_reason: Mapping[str, int]
     num_replayed_ops: int
+    swapped_bytes: int = 0
 
     @property
     def always_saved_bytes(self) -> dict[str, int]:
@@ -35,15 +36,35 @@ class Holdings:
 
 
 @dataclass(frozen=True)
+class SwapFigures:
+    """What was copied in one step, in the middle one of those timed: bytes out and in, the seconds that the copies took
+    and those that the step waited for them. `bytes_stayed` should have left but found the queue or the tier full."""
+
+    bytes_out: int
+    bytes_in: int
+    copy_seconds: float
+    exposed_seconds: float
+    bytes_stayed: int
+
+    @property
+    def hidden_share(self) -> float:
+        """How much of the copies' time the step did not wait for."""
+        return max(0.0, 1.0 - self.exposed_seconds / self.copy_seconds) if self.copy_seconds else 1.0
+
+
+@dataclass(frozen=True)
 class PolicyResult:
     """One policy. `peak_bytes` is above parameters and standing gradients; `holdings` is ``None`` for torch's own ways
-    of recomputing, which do not tell."""
+    of recomputing, which do not tell. `resident_bytes` is by how much the process grew in a step, ``None`` where the
+    kernel does not tell; `swap` is ``None`` where nothing was copied."""
 
     policy: str
     peak_bytes: int
     timing: Timing
     agreement: Agreement
     holdings: Holdings | None
+    resident_bytes: int | None = None
+    swap: SwapFigures | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +92,10 @@ class BenchResult:
     def step_ratio(self, result: PolicyResult) -> float:
         """A policy's step time by that of the unplanned model, round by round, the median of those."""
         return result.timing.ratio_to(self.baseline.timing)
+
+    def bound_seconds(self, swap: SwapFigures) -> float:
+        """No step that computes what the unplanned one does, and copies this, can be shorter."""
+        return max(self.baseline.timing.median, swap.copy_seconds)
 
     @property
     def is_repeatable(self) -> bool:
@@ -114,4 +139,6 @@ def _policy_from_dict(data: Mapping[str, Any]) -> PolicyResult:
         timing=Timing(tuple(data["timing"]["seconds"])),
         agreement=Agreement(**data["agreement"]),
         holdings=None if data["holdings"] is None else Holdings(**data["holdings"]),
+        resident_bytes=data["resident_bytes"],
+        swap=None if data["swap"] is None else SwapFigures(**data["swap"]),
     )

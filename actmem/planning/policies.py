@@ -69,3 +69,4 @@ POLICIES: dict[str, Policy] = {
     "attention-swap": swap_attention,
     "layer-swap": swap_all,
 }
+SWAPPING = frozenset({"attention-swap", "layer-swap"})

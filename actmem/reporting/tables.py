@@ -27,11 +27,36 @@ _BENCH_HEADS = (
 )
 
 
+_SWAP_HEADS = (
+    "resident\nMiB",
+    "to swap\nMiB",
+    "out\nMiB",
+    "in\nMiB",
+    "stayed\nMiB",
+    "copies\nms",
+    "waited\nms",
+    "hidden\n%",
+    "bound\nms",
+    "step\nof bound",
+)
+
+
 def bench_table(result: BenchResult) -> Table:
     """One line a policy; ``-`` stands for what torch's own ways of recomputing do not tell."""
     table = plain_table("policy", _BENCH_HEADS, ("loss and\ngradients",))
     for each in result.policies:
         table.add_row(*_bench_cells(result, each))
+    return table
+
+
+def swap_table(result: BenchResult) -> Table:
+    """One line a policy: by how much the process grew, and what the policies that swap have copied.
+
+    ``bound`` is the longer of the unplanned step and the copies: no step with these copies can be shorter.
+    """
+    table = plain_table("policy", _SWAP_HEADS, ())
+    for each in result.policies:
+        table.add_row(each.policy, *_swap_cells(result, each))
     return table
 
 
@@ -105,6 +130,25 @@ def _holding_cells(each: PolicyResult) -> list[str]:
     held = each.holdings
     always = sum(held.always_saved_bytes.values())
     return [_mib(held.held_bytes), _mib(held.dropped_bytes), _mib(always), f"{held.num_replayed_ops:,}"]
+
+
+def _swap_cells(result: BenchResult, each: PolicyResult) -> list[str]:
+    grown = NOTHING if each.resident_bytes is None else _mib(each.resident_bytes)
+    if each.swap is None or each.holdings is None:
+        return [grown] + [NOTHING] * (len(_SWAP_HEADS) - 1)
+    swap, bound = each.swap, result.bound_seconds(each.swap)
+    return [
+        grown,
+        _mib(each.holdings.swapped_bytes),
+        _mib(swap.bytes_out),
+        _mib(swap.bytes_in),
+        _mib(swap.bytes_stayed),
+        _ms(swap.copy_seconds),
+        _ms(swap.exposed_seconds),
+        f"{swap.hidden_share:.0%}".removesuffix("%") if swap.copy_seconds else NOTHING,
+        _ms(bound),
+        f"{each.timing.median / bound:.2f}",
+    ]
 
 
 def _agreement(each: PolicyResult) -> str:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import get_args
 
+import torch
 from torch import nn
 
 from actmem._compat import is_compiled
+from actmem.config.loading import parse_memory
+from actmem.config.schema import MemoryConfig
 from actmem.errors import ApplyError, PlanError
 from actmem.graph import RegionGraph
 from actmem.planning import POLICIES, Fingerprint, Plan
-from actmem.runtime.engine import Engine, PlanRules, PolicyRules, RuleSource, Verify, active_tape
+from actmem.runtime.engine import Engine, PlanRules, PolicyRules, RuleSource, active_tape
 from actmem.runtime.functions import FunctionWrappers
 from actmem.runtime.intercept import Interception, Runner, is_planned
 from actmem.runtime.region import PlannedRegion
 from actmem.runtime.stats import Stats, collect
+from actmem.runtime.swap.building import build_swapper
+from actmem.runtime.swap.counters import SwapCounters
+from actmem.runtime.swap.swapper import Swapper
 from actmem.runtime.yardsticks import YARDSTICKS
 
 _functions = FunctionWrappers()
@@ -48,7 +53,14 @@ class Applied:
     @property
     def stats(self) -> Stats:
         """What the plan did so far; without regions for torch's own ways of recomputing, which do not tell."""
-        return collect(runner.stats for runner in self._runners.values() if isinstance(runner, PlannedRegion))
+        regions = [runner.stats for runner in self._runners.values() if isinstance(runner, PlannedRegion)]
+        swapper = None if self._engine is None else self._engine.swapper
+        return collect(regions, SwapCounters() if swapper is None else swapper.counters)
+
+    @property
+    def swaps(self) -> bool:
+        """Whether the plan can move values away from the device."""
+        return self._engine is not None and self._engine.swapper is not None
 
     @property
     def graphs(self) -> dict[str, RegionGraph]:
@@ -90,37 +102,44 @@ def apply(
     plan: str | Path | Plan,
     *,
     regions: Sequence[nn.Module | str] | None = None,
-    verify: Verify = "first",
-    strict_matching: bool = False,
+    memory: MemoryConfig | Mapping[str, object] | None = None,
 ) -> Applied:
     """Run the layers of `model` under a plan from now on.
 
-    `plan` is the name of a policy (``none``, ``full``, ``mlp``, ``selective``; ``torch-full`` and ``torch-sac`` are
-    torch's own ways, for comparison), a `Plan`, or the path of a plan file. `regions` are the modules, or their names,
-    whose calls get a tape each; by default the decoder layers of a Hugging Face model. `verify` compares hashes of
-    recomputed values with the originals: in the ``first`` call of each region with new shapes, ``always`` or ``off``.
-    With `strict_matching` a rule that matches no op is an error instead of a warning.
+    `plan` is the name of a policy (``none``, ``full``, ``mlp``, ``selective``, ``attention-swap``, ``layer-swap``;
+    ``torch-full`` and ``torch-sac`` are torch's own ways, for comparison), a `Plan`, or the path of a plan file.
+    `regions` are the modules, or their names, whose calls get a tape each; by default the decoder layers of a Hugging
+    Face model. `memory` are the settings of the `memory` section: where swapped values go, and how the plan is guarded.
 
-    Raises `ApplyError` for a model that cannot be planned and `PlanError` for a plan that is malformed or made for
-    another model. Then the model is untouched.
+    Raises `ApplyError` for a model that cannot be planned or a tier that cannot be had, `PlanError` for a plan that is
+    malformed or made for another model, `ConfigError` for wrong settings. Then the model is untouched.
     """
-    if verify not in get_args(Verify):
-        raise ApplyError(f"verify={verify!r}; allowed: {', '.join(get_args(Verify))}")
+    settings = memory if isinstance(memory, MemoryConfig) else parse_memory(memory or {})
     found = _find(model, regions)
     _refuse_conflicts(model, found)
     if isinstance(plan, str) and plan in YARDSTICKS:
         runner = YARDSTICKS[plan]()
         return Applied(plan, model, dict.fromkeys(found, runner), found)
-    source = _rule_source(plan)
+    source = rule_source(plan)
     kinds = {name: region_kind(module) for name, module in found.items()}
     if isinstance(source, PlanRules):
         _check_plan(source.plan, fingerprint(model, found))
-    engine = Engine(model, source, len(found), verify, strict_matching)
+    engine = Engine(model, source, len(found), settings, _swapper(model, source, settings))
     planned = {name: PlannedRegion(name, layer, kinds[name], engine) for layer, name in enumerate(found)}
     return Applied(source.name, model, dict(planned), found, engine)
 
 
-def _rule_source(plan: str | Path | Plan) -> RuleSource:
+def _swapper(model: nn.Module, source: RuleSource, memory: MemoryConfig) -> Swapper | None:
+    """What moves values away, where the plan may ask for it and the model has a device."""
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    if not source.may_swap or device.type == "meta":
+        return None
+    return build_swapper(memory, device, source.tiers, source.prefetch)
+
+
+def rule_source(plan: str | Path | Plan) -> RuleSource:
+    """Where the rules of a policy, a plan or a plan file come from. Raises `PlanError`."""
     if isinstance(plan, Plan):
         return PlanRules(plan)
     if isinstance(plan, str) and plan in POLICIES:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from actmem._compat import storage_id
+from actmem.config.schema import MemoryConfig
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
 from actmem.planning import Action, Fingerprint, Plan, Policy, Rule
-from actmem.planning.plan import to_ranges
+from actmem.planning.fates import path_of_storage
+from actmem.planning.plan import Tier, to_ranges
+from actmem.planning.policies import SWAPPING
 from actmem.runtime.learning import Script
+from actmem.runtime.swap.swapper import Swapper
 from actmem.runtime.tape import Tape
 
 _MAX_SCRIPTS = 256
-
-Verify = Literal["first", "always", "off"]
 
 
 class NoEffectWarning(UserWarning):
@@ -34,6 +36,12 @@ class RuleSource(Protocol):
     name: str
     must_free: bool
     made_for: Fingerprint | None
+    prefetch: int
+    may_swap: bool
+
+    @property
+    def tiers(self) -> Set[Tier]:
+        """The tiers that rules name."""
 
     def group(self, layer: int) -> Hashable:
         """Equal for layers that get equal rules for equal graphs."""
@@ -51,6 +59,13 @@ class PlanRules:
         self.plan = plan
         self.name = plan.name
         self.made_for = plan.fingerprint
+        self.prefetch = plan.prefetch
+        self.may_swap = any(rule.action is Action.SWAP for rule in plan.rules)
+
+    @property
+    def tiers(self) -> Set[Tier]:
+        """The tiers that rules name."""
+        return {rule.tier for rule in self.plan.rules if rule.tier is not None}
 
     def group(self, layer: int) -> Hashable:
         """The layer's rules themselves."""
@@ -66,9 +81,12 @@ class PolicyRules:
 
     must_free = False
     made_for: Fingerprint | None = None
+    prefetch = 1
+    tiers: frozenset[Tier] = frozenset()
 
     def __init__(self, name: str, policy: Policy) -> None:
         self.name = name
+        self.may_swap = name in SWAPPING
         self._policy = policy
 
     def group(self, layer: int) -> Hashable:
@@ -83,15 +101,19 @@ class PolicyRules:
 class Engine:
     """Shared by the regions of one model. It refers to the model weakly."""
 
-    def __init__(self, model: nn.Module, source: RuleSource, num_layers: int, verify: Verify, strict: bool) -> None:
+    def __init__(
+        self, model: nn.Module, source: RuleSource, num_layers: int, memory: MemoryConfig, swapper: Swapper | None
+    ) -> None:
         self.source = source
+        self.swapper = swapper
+        self.min_swap_bytes = memory.min_swap_bytes
         self.shared: dict[Hashable, Script] = {}
         self.volatile: set[int] = set()
         self.inputs: tuple[str, ...] = ()
         self.autocast: str | None = None
         self._model = weakref.ref(model)
-        self._verify = verify
-        self._strict = strict
+        self._verify = memory.verify
+        self._strict = memory.strict_matching
         self._matched: set[Rule] = set()
         self._freeing: set[Rule | None] = set()
         self._has_reported = False
@@ -120,7 +142,8 @@ class Engine:
             for rules, layers in layers_of.items()
             for rule in rules
         ]
-        return Plan(self.source.name, tuple(joined), replace(made_for, inputs=self.inputs, autocast=self.autocast))
+        fingerprint = replace(made_for, inputs=self.inputs, autocast=self.autocast)
+        return Plan(self.source.name, tuple(joined), fingerprint, self.source.prefetch)
 
     def verifies(self, *, first: bool) -> bool:
         """Whether a call compares hashes; `first`: it is the region's first with these shapes."""
@@ -157,8 +180,8 @@ class Engine:
         rules, fates = script.rules, script.fates
         self._asked[layer] = rules.rules
         self._matched |= rules.matched
-        creators = fates.graph.creators
-        self._freeing |= {rules.winner_of(fates.graph.ops[creators[storage]].path) for storage in fates.dropped}
+        gone = fates.dropped | fates.swapped
+        self._freeing |= {rules.winner_of(path_of_storage(fates.graph, storage)) for storage in gone}
         if len(self._asked) == self._num_layers:
             self.report_no_effect()
 
@@ -171,14 +194,19 @@ class Engine:
         unmatched = [rule for rule in asked if rule not in self._matched]
         faults = [f"{_named(rule)} matches no op" for rule in unmatched]
         if self.source.must_free:
-            idle = [rule for rule in asked if rule.action is Action.RECOMPUTE and rule in self._matched - self._freeing]
-            faults += [f"{_named(rule)} frees 0 bytes: what it matches is not saved, or must be" for rule in idle]
+            idle = [rule for rule in asked if rule.action is not Action.SAVE and rule in self._matched - self._freeing]
+            faults += [f"{_named(rule)} frees 0 bytes: {_why_idle(rule)}" for rule in idle]
         if not faults:
             return
         message = f"rules of {self.source.name} without effect: {'; '.join(faults)}; `actmem explain` lists the paths"
         if self._strict:
             raise PlanError(message)
         warnings.warn(message, NoEffectWarning, stacklevel=2)
+
+
+def _why_idle(rule: Rule) -> str:
+    too_small = ", or is below memory.min_swap_bytes" if rule.action is Action.SWAP else ""
+    return f"what it matches is not saved, or must be{too_small}"
 
 
 def _named(rule: Rule) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from actmem._compat import raw_call, storage_id
 from actmem.planning import Action
+from actmem.planning.plan import RuleSet
 from actmem.runtime.kinds import kind_of
 from actmem.runtime.learning import (
     DETACH,
@@ -28,11 +29,13 @@ from actmem.runtime.learning import (
     RECORD_UNLESS_RANDOM,
     RECORD_VIEW,
     SKIP,
+    SWAP_SOURCE,
     Script,
     reason_to_keep,
     tensors_in,
 )
 from actmem.runtime.scope import Scope
+from actmem.runtime.swap.storage import SwapOrder
 from actmem.runtime.tape import Handle, RegionCall, Tape, Value
 
 
@@ -61,6 +64,9 @@ class ScriptedTape(Tape):
         if step == EDIT:
             return self.run_edit(self._calls[position], kind_of(func), args, kwargs)
         out = self._calls[position](*args, **kwargs)
+        if step == SWAP_SOURCE:
+            self.order_outputs(out, self._script.source_orders[position])
+            return out
         plain = step != RECORD_UNLESS_RANDOM and torch.is_grad_enabled() and not types
         if plain or not self._must_keep(func, types, args, kwargs):
             self.record(
@@ -72,6 +78,11 @@ class ScriptedTape(Tape):
                 shares_version=step == RECORD_VIEW,
             )
         return out
+
+    def order_of(self, index: int, tensor: Tensor) -> SwapOrder | None:
+        """Whether the `index`-th tensor to be packed is to be swapped."""
+        orders = self._script.pack_orders
+        return orders[index] if index < len(orders) and not self.left_script else None
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -126,14 +137,14 @@ class StreamingTape(Tape):
         call: RegionCall,
         region: nn.Module,
         volatile: set[int],
-        action_of: Callable[[str], Action],
+        rules: RuleSet,
         *,
         verify: bool,
     ) -> None:
         super().__init__(call, verify=verify)
         self.scope = Scope(region)
         self._volatile = volatile
-        self._action_of = action_of
+        self._rules = rules
         self._packed: list[Value] = []
 
     def pack(self, tensor: Tensor) -> Handle:
@@ -152,19 +163,26 @@ class StreamingTape(Tape):
         if kind.edits:
             return self.run_edit(func, kind, args, kwargs)
         out = func(*args, **kwargs)
+        action = self._rules.action_of(path)
         if kind.view:
             recorded = self.has_recorded(args[0])
         else:
-            recorded = self._action_of(path) is Action.RECOMPUTE and not self._reads_volatile(args, kwargs)
-        if recorded and reason_to_keep(kind, types, args, kwargs) is None:
-            self.record(raw_call(func), path, args, kwargs, out, shares_version=kind.shares_version)
+            recorded = action is Action.RECOMPUTE and not self._reads_volatile(args, kwargs)
+        if (recorded or action is Action.SWAP) and reason_to_keep(kind, types, args, kwargs) is None:
+            if recorded:
+                self.record(raw_call(func), path, args, kwargs, out, shares_version=kind.shares_version)
+            elif not kind.view:
+                self.order_outputs(out, SwapOrder(path, self._rules.tier_of(path)))
         return out
 
     def observe_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
         """A replayable Function has run."""
         path = self.scope.path_of(name)
-        if self._action_of(path) is Action.RECOMPUTE:
+        action = self._rules.action_of(path)
+        if action is Action.RECOMPUTE:
             self.record(func, path, args, kwargs, out)
+        elif action is Action.SWAP:
+            self.order_outputs(out, SwapOrder(path, self._rules.tier_of(path)))
 
     def close(self) -> None:
         """End the recording. Only ops that lead to a packed value will be replayed, so only they count as uses."""
@@ -182,7 +200,7 @@ def _recount_uses(packed: list[Value]) -> None:
     """Set the uses of all values that lead to a packed one: the handles, and each op on the way once."""
     counts = Counter(id(value) for value in packed)
     pending = [value for value in packed if value.op is not None]
-    reached = {id(value): value for value in pending}
+    reached = {id(value): value for value in packed}
     ops: set[int] = set()
     while pending:
         op = pending.pop().op
@@ -191,9 +209,9 @@ def _recount_uses(packed: list[Value]) -> None:
             continue
         ops.add(id(op))
         for value in op.inputs:
+            counts[id(value)] += 1
+            reached[id(value)] = value
             if value.op is not None:
-                counts[id(value)] += 1
-                reached[id(value)] = value
                 pending.append(value)
     for key, value in reached.items():
         value.uses = counts[key]

@@ -7,7 +7,7 @@ tensor to its end (one layer's worth, before any other layer has saved anything)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch.nn import Parameter
 
 from actmem._compat import OpOverload, flop_registry, raw_call, storage_bytes, storage_id
 from actmem.graph import Op, RegionGraph, Storage, Value
+from actmem.graph.region import StorageKind
 from actmem.planning import Fates
+from actmem.planning.fates import path_of_storage
 from actmem.planning.plan import RuleSet
 from actmem.runtime.functions import running_opaque
 from actmem.runtime.kinds import (
@@ -35,6 +37,7 @@ from actmem.runtime.kinds import (
     replayable_function,
 )
 from actmem.runtime.scope import Scope
+from actmem.runtime.swap.storage import SwapOrder
 from actmem.runtime.tape import Handle, RegionCall, Tape, address_of, version_of
 from actmem.runtime.tape import Value as TapeValue
 
@@ -42,7 +45,9 @@ from actmem.runtime.tape import Value as TapeValue
 @dataclass(frozen=True)
 class Script:
     """What later calls of the same structure follow: the funcs in order with a ``None`` behind the last, and for each
-    how to call it, what to do at it, and its path."""
+    how to call it, what to do at it, and its path. `pack_orders`: which of the tensors that autograd saves are swapped.
+    `source_orders` and `input_order`: which storages are swapped that only replays read, by the position of the op that
+    makes them, and whether inputs are."""
 
     funcs: tuple[Callable[..., Any] | None, ...]
     calls: tuple[Callable[..., Any], ...]
@@ -51,9 +56,12 @@ class Script:
     num_packed: int
     fates: Fates
     rules: RuleSet
+    pack_orders: tuple[SwapOrder | None, ...]
+    source_orders: dict[int, SwapOrder]
+    input_order: SwapOrder | None
 
 
-SKIP, RECORD, RECORD_VIEW, RECORD_UNLESS_RANDOM, EDIT = range(5)
+SKIP, RECORD, RECORD_VIEW, RECORD_UNLESS_RANDOM, EDIT, SWAP_SOURCE = range(6)
 
 DETACH = torch.ops.aten.detach.default
 """Torch detaches some results when somebody else refers to them, as a learning tape does. So detaches have no place in
@@ -142,21 +150,28 @@ class LearningTape(Tape):
     def settle(self, fates: Fates, rules: RuleSet) -> Script:
         """Let every tensor go that is to be recomputed, hold the others; returns the script for the calls to come."""
         graph = fates.graph
+        orders = {index: swap_order(graph, index, rules) for index in fates.swapped}
+        self._count_uses(fates)
         for index, value in self._made.items():
             storage = graph.values[index].storage
-            if storage in fates.held or graph.storages[storage].kind == "parameter":
+            if storage in orders or storage in fates.held or graph.storages[storage].kind == "parameter":
                 value.op = None
-                value.tensor = self._tensors[index].detach()
+                value.tensor = self._tensors[index]
                 value.version = value.tensor._version
-        self._count_uses(fates)
-        script = self._script(fates, rules)
+                self._raw.append(value)
+        self.orders = {self._storage_ids[index]: order for index, order in orders.items()}
+        script = self._script(fates, rules, orders)
         self.forget()
         return script
 
-    def _script(self, fates: Fates, rules: RuleSet) -> Script:
+    def _script(self, fates: Fates, rules: RuleSet, orders: dict[int, SwapOrder]) -> Script:
+        graph = fates.graph
         steps = bytearray(self._steps)
         for position in fates.replayed:
             steps[position] = _recording_step(self._funcs[position])
+        sources = {graph.creators[index]: index for index in self._never_packed(orders) if index in graph.creators}
+        for position in sources:
+            steps[position] = SWAP_SOURCE
         kept = [position for position, func in enumerate(self._funcs) if func is not DETACH]
         return Script(
             funcs=(*(self._funcs[position] for position in kept), None),
@@ -166,7 +181,14 @@ class LearningTape(Tape):
             num_packed=self.num_packed,
             fates=fates,
             rules=rules,
+            pack_orders=tuple(orders.get(graph.values[index].storage) for index in graph.packed) if orders else (),
+            source_orders={kept.index(position): orders[index] for position, index in sources.items()},
+            input_order=next((orders[each] for each in self._never_packed(orders) if each not in graph.creators), None),
         )
+
+    def _never_packed(self, storages: Iterable[int]) -> list[int]:
+        packed = {self._values[index].storage for index in self._packed}
+        return [index for index in storages if index not in packed]
 
     def forget(self) -> None:
         """Let go of all tensors that are not held through a handle."""
@@ -179,15 +201,18 @@ class LearningTape(Tape):
         """Nothing yet: `settle` or `forget` ends this tape, after the region's output has been returned to it."""
 
     def _count_uses(self, fates: Fates) -> None:
-        for value in self._made.values():
+        sources = [each for each in self._raw if isinstance(each, TapeValue) and each.tensor is not None]
+        values = {self._indices[id(each.tensor)]: each for each in sources if id(each.tensor) in self._indices}
+        values |= self._made
+        for value in values.values():
             value.uses = 0
         for index, count in fates.graph.packed_counts.items():
             if index in self._made:
                 self._made[index].uses += count
         for position in fates.replayed:
             for index in fates.graph.ops[position].inputs:
-                if index in self._made:
-                    self._made[index].uses += 1
+                if index in values:
+                    values[index].uses += 1
 
     def _keep_made(self, tensors: list[Tensor], outputs: list[int]) -> None:
         for tensor, index in zip(tensors, outputs, strict=True):
@@ -228,14 +253,18 @@ class LearningTape(Tape):
             index = self._add_value(tensor, "parameter" if owned else "input", None, producer=None)
         return index
 
-    def _add_value(self, tensor: Tensor, origin: Any, kept: str | None, producer: int | None) -> int:
+    def _new_storage(self, tensor: Tensor, kind: StorageKind, kept: str | None) -> Storage:
+        constant = kind == "input" and not tensor.requires_grad
+        return Storage(storage_bytes(tensor), kind, kept, constant=constant)
+
+    def _add_value(self, tensor: Tensor, origin: StorageKind, kept: str | None, producer: int | None) -> int:
         identity = storage_id(tensor)
         storage = self._storage_indices.get(identity)
         if storage is not None and producer is None and self._storages[storage].kind == "op":
             self._storages[storage] = replace(self._storages[storage], kept=self._storages[storage].kept or UNSEEN)
         if storage is None:
             storage = self._storage_indices[identity] = len(self._storages)
-            self._storages.append(Storage(storage_bytes(tensor), origin, kept))
+            self._storages.append(self._new_storage(tensor, origin, kept))
             self._storage_ids.append(identity)
         index = self._indices[id(tensor)] = len(self._values)
         self._values.append(Value(storage, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), producer))
@@ -267,6 +296,12 @@ class LearningTape(Tape):
         for key, index in list(self._indices.items()):
             if self._values[index].storage == storage:
                 del self._indices[key]
+
+
+def swap_order(graph: RegionGraph, storage: int, rules: RuleSet) -> SwapOrder:
+    """How a storage that is to be swapped is."""
+    path = path_of_storage(graph, storage)
+    return SwapOrder(path, rules.tier_of(path))
 
 
 def _recording_step(func: Any) -> int:

@@ -13,12 +13,13 @@ from actmem._compat import is_compiler_watching
 from actmem.errors import ApplyError
 from actmem.graph import RegionGraph
 from actmem.planning import Action, resolve
-from actmem.planning.plan import RuleSet
+from actmem.planning.plan import INPUT_PATH, RuleSet
 from actmem.runtime.engine import Engine
 from actmem.runtime.following import ScriptedTape, StreamingTape
-from actmem.runtime.learning import LearningTape, Script
+from actmem.runtime.learning import LearningTape, Script, tensors_in
 from actmem.runtime.replay import unpack
 from actmem.runtime.stats import RegionStats
+from actmem.runtime.swap.storage import SwapOrder
 from actmem.runtime.tape import RegionCall, ReplayCounters, Tape
 
 Course = Script | RuleSet | Literal["learn"]
@@ -67,7 +68,10 @@ class PlannedRegion:
             self._engine.report_no_effect()
         course = self._course(key)
         verify = self._engine.verifies(first=key not in self._seen or course == "learn")
-        call = RegionCall(self._stats.name, _device_type(args, kwargs, module), self.counters, self._engine.owns)
+        swapper = self._engine.swapper
+        swaps = None if swapper is None else swapper.begin_call(self._stats.name)
+        device_type = _device_type(args, kwargs, module)
+        call = RegionCall(self._stats.name, device_type, self.counters, self._engine.owns, swaps)
         out = self._run_course(course, call, verify, module, forward, args, kwargs, key)
         self._seen.add(key)
         return out
@@ -86,10 +90,16 @@ class PlannedRegion:
         if isinstance(course, Script):
             if course.rules.actions <= {Action.SAVE}:
                 return forward(*args, **kwargs)
-            return self._run_scripted(ScriptedTape(call, course, verify=verify), forward, args, kwargs, key)
+            scripted = ScriptedTape(call, course, verify=verify)
+            if course.input_order is not None:
+                scripted.order_outputs(self._gradient_inputs(args, kwargs), course.input_order)
+            return self._run_scripted(scripted, forward, args, kwargs, key)
         volatile = self._engine.volatile
         if isinstance(course, RuleSet):
-            streaming = StreamingTape(call, module, volatile, course.action_of, verify=verify)
+            streaming = StreamingTape(call, module, volatile, course, verify=verify)
+            if course.action_of(INPUT_PATH) is Action.SWAP:
+                order = SwapOrder(INPUT_PATH, course.tier_of(INPUT_PATH))
+                streaming.order_outputs(self._gradient_inputs(args, kwargs), order)
             return self._run_streaming(streaming, forward, args, kwargs)
         learning = LearningTape(call, module, self._engine.owned_storages(), volatile, verify=verify)
         return self._run_learning(learning, forward, args, kwargs, key)
@@ -129,7 +139,8 @@ class PlannedRegion:
             graph = tape.graph()
             rules = RuleSet(self._engine.source.rules(self._stats.layer, graph))
             rules.meet(op.path for op in graph.ops)
-            fates = resolve(graph, rules.action_of)
+            rules.meet([INPUT_PATH])
+            fates = resolve(graph, rules.action_of, min_swap_bytes=self._engine.min_swap_bytes)
             script = tape.settle(fates, rules)
         finally:
             tape.forget()
@@ -143,6 +154,11 @@ class PlannedRegion:
     def _record(self, tape: Tape, forward: Any, args: Any, kwargs: Any) -> Any:
         with self._engine.activate(tape), saved_tensors_hooks(tape.pack, unpack), tape:
             return forward(*args, **kwargs)
+
+    def _gradient_inputs(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors among a region's inputs that somebody made for it: not parameters, masks or rotary tables."""
+        tensors = [each for each in tensors_in((*args, *kwargs.values())) if each.requires_grad]
+        return [each for each in tensors if not self._engine.owns(each)]
 
     def _take(self, script: Script) -> None:
         self.graph = script.fates.graph

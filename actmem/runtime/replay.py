@@ -22,7 +22,10 @@ from actmem.runtime.tape import Handle, Op, Value
 def unpack(handle: Handle) -> Tensor:
     """Autograd's unpack hook."""
     value = handle.value
-    handle.call.counters.num_unpacks += 1
+    call = handle.call
+    call.counters.num_unpacks += 1
+    if call.swaps is not None:
+        call.swaps.swapper.reach(call.swaps)
     watched: Any = handle.tensor if value is None else handle.witness
     if type(watched) is weakref.ref:
         watched = watched()
@@ -32,8 +35,7 @@ def unpack(handle: Handle) -> Tensor:
         assert handle.tensor is not None
         return _guarded(handle.tensor, handle) if handle.is_source else handle.tensor
     if value.op is None:
-        assert value.tensor is not None
-        return _guarded(value.tensor, handle)
+        return _held(value, handle)
     tensor = value.memo
     if tensor is None:
         tensor = _produce_as_recorded(value, handle.call.device_type)
@@ -41,6 +43,16 @@ def unpack(handle: Handle) -> Tensor:
     if value.digest is not None:
         _verify(value, tensor, value.op)
     return tensor if value.memo is None else _guarded(tensor, handle)
+
+
+def _held(value: Value, handle: Handle) -> Tensor:
+    """A tensor that was not let go, or only for a while."""
+    if value.swapped is None:
+        assert value.tensor is not None
+        return _guarded(value.tensor, handle)
+    assert handle.call.swaps is not None
+    tensor = handle.call.swaps.swapper.take(value.swapped)
+    return tensor if value.swapped.storage.data is None else _guarded(tensor, handle)
 
 
 def _guarded(tensor: Tensor, handle: Handle) -> Tensor:
@@ -107,13 +119,24 @@ def _current(arg: Any, op: Op) -> Any:
     if type(arg) is Value:
         if arg.op is not None:
             return arg.memo
+        if arg.swapped is not None:
+            return _taken(arg, op)
         assert arg.tensor is not None
         if arg.tensor._version != arg.version:
-            _refuse_edited_source(arg, op)
+            _refuse_edited_source(op, arg.tensor._version, arg.version, _describe(arg.tensor))
         return arg.tensor
     if isinstance(arg, (list, tuple)):
         return type(arg)([_current(each, op) for each in arg])
     return arg
+
+
+def _taken(source: Value, op: Op) -> Tensor:
+    watched = source.witness() if type(source.witness) is weakref.ref else source.witness
+    if isinstance(watched, Tensor) and watched._version != source.version:
+        assert source.swapped is not None
+        _refuse_edited_source(op, watched._version, source.version, source.swapped.storage.path)
+    assert op.call.swaps is not None and source.swapped is not None
+    return op.call.swaps.swapper.take(source.swapped)
 
 
 def _count_use(value: Value) -> None:
@@ -158,13 +181,11 @@ def _refuse_edited(handle: Handle, found: int) -> None:
     )
 
 
-def _refuse_edited_source(value: Value, op: Op) -> None:
-    assert value.tensor is not None
+def _refuse_edited_source(op: Op, found: int, expected: int, what: str) -> None:
     raise InPlaceEditError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{_describe(value.tensor)}, from which {op.path} in {op.call.region} is recomputed, is at version "
-        f"{value.tensor._version}; expected version {value.version} instead. Edit a clone, or save "
-        f"{op.path} in the plan"
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}, from "
+        f"which {op.path} in {op.call.region} is recomputed, is at version {found}; expected version {expected} "
+        f"instead. Edit a clone, or save {op.path} in the plan"
     )
 
 

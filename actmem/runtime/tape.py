@@ -3,8 +3,8 @@
 The mental model. While a region runs, a dispatch mode sees every ATen op. Ops that the plan recomputes are put on the
 tape as an `Op` with `Value`s for operands; all others leave no trace. Autograd's pack hook hands over each tensor it
 saves: if an op on the tape made it, the tensor itself is let go and the handle refers to its `Value`; if not, the
-handle holds it. Whatever an op on the tape reads and no other op on the tape made is held too: such *sources* end
-every chain.
+handle holds it, or the swapper does. Whatever an op on the tape reads and no other op on the tape made is held too:
+such *sources* end every chain.
 
 So always-saved things need no rule of their own: they are simply not put on the tape. And a call that takes another
 path than the last one costs memory, never correctness, since every chain ends in something that was really there.
@@ -25,15 +25,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from actmem._compat import DispatchMode, dispatch_off, is_fake, storage_id
+from actmem._compat import DispatchMode, dispatch_off, is_fake, storage_bytes, storage_id
 from actmem.runtime.digest import Digest, digest_of
 from actmem.runtime.kinds import Kind
+from actmem.runtime.swap.storage import SwapOrder, SwappedView
+from actmem.runtime.swap.swapper import CallSwaps
 
 Witness = Tensor | weakref.ref[Tensor]
 
 
 class Value:
-    """A tensor of the region call: made by `op` and to be made again, or held in `tensor`.
+    """A tensor of the region call: made by `op` and to be made again, held in `tensor`, or `swapped` (then `witness`
+    tells its version).
 
     `uses` counts the handles and the ops on the tape that read it, `done` those of them that have read it in this pass
     over the graph. `memo` keeps a recomputed tensor until all have. `origin`, `version` and `address` tell whether a
@@ -48,9 +51,11 @@ class Value:
         "memo",
         "op",
         "origin",
+        "swapped",
         "tensor",
         "uses",
         "version",
+        "witness",
     )
 
     def __init__(self, op: Op | None, origin: Tensor, version: int) -> None:
@@ -59,6 +64,8 @@ class Value:
         self.version = version
         self.address = address_of(origin)
         self.tensor: Tensor | None = None
+        self.swapped: SwappedView | None = None
+        self.witness: Witness | None = None
         self.memo: Tensor | None = None
         self.uses = 0
         self.done = 0
@@ -81,13 +88,21 @@ class Op:
 
 
 class RegionCall:
-    """What all handles and ops of one region call share: the region's name, what happened in its backward pass, and
-    whether a tensor lies in the model's own parameters and buffers (`owns`)."""
+    """What all handles and ops of one region call share: the region's name, what happened in its backward pass, whether
+    a tensor lies in the model's own parameters and buffers (`owns`), and what was swapped (``None``: nothing may)."""
 
-    __slots__ = ("counters", "device_type", "owns", "region")
+    __slots__ = ("counters", "device_type", "owns", "region", "swaps")
 
-    def __init__(self, region: str, device_type: str, counters: ReplayCounters, owns: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        region: str,
+        device_type: str,
+        counters: ReplayCounters,
+        owns: Callable[[Tensor], bool],
+        swaps: CallSwaps | None = None,
+    ) -> None:
         self.owns = owns
+        self.swaps = swaps
         self.region = region
         self.device_type = device_type
         self.counters = counters
@@ -129,25 +144,47 @@ class Tape(DispatchMode):
         self.verify = verify
         self.is_suspended = False
         self.num_packed = 0
+        self.orders: dict[int, SwapOrder] = {}
         self._known: dict[int, Value] = {}
         self._raw: list[Value | Handle] = []
+        self._swapped: list[Value] = []
 
     def pack(self, tensor: Tensor) -> Handle:
-        """Autograd's pack hook: let a recomputable tensor go, hold any other."""
-        self.num_packed += 1
+        """Autograd's pack hook: let a recomputable tensor go, send a swapped one away, hold any other."""
+        index, self.num_packed = self.num_packed, self.num_packed + 1
         value = self._value_of(tensor)
         if value is None or value.op is None:
-            handle = Handle(self.call, tensor._version, tensor)
-            self._raw.append(handle)
-            return handle
+            if (value is None or value.swapped is None) and (order := self.order_of(index, tensor)) is not None:
+                value = self._swap(tensor, value, order)
+            if value is None or value.swapped is None:
+                handle = Handle(self.call, tensor._version, tensor)
+                self._raw.append(handle)
+                return handle
         handle = Handle(self.call, tensor._version)
         handle.value = value
         value.uses += 1
+        if value.swapped is not None:
+            handle.witness = value.witness
+            return handle
         with dispatch_off():
             if self.verify and value.digest is None:
                 value.digest = digest_of(tensor)
             handle.witness = _witness(tensor)
         return handle
+
+    def order_of(self, index: int, tensor: Tensor) -> SwapOrder | None:
+        """Whether the `index`-th tensor to be packed is to be swapped. `orders` has storages to swap by their id."""
+        return self.orders.get(storage_id(tensor)) if self.orders else None
+
+    def order_outputs(self, out: Any, order: SwapOrder) -> None:
+        """The storages that an op has just made are to be swapped, should anybody ask for them later."""
+        if self.call.swaps is None:
+            return
+        for tensor in out if isinstance(out, (list, tuple)) else (out,):
+            if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+                continue
+            if storage_bytes(tensor) >= self.call.swaps.swapper.min_swap_bytes:
+                self.orders[storage_id(tensor)] = order
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -172,10 +209,44 @@ class Tape(DispatchMode):
                 holder.is_source = id(tensor) in self._known
             elif holder.address != address_of(tensor):
                 holder.version = _LOST
-            if type(tensor) is not Parameter:
+            if type(tensor) is not Parameter and not self._swap_held(holder, tensor):
                 holder.tensor = tensor.detach()
+        for value in self._swapped:
+            if value.swapped is not None:
+                value.swapped.storage.uses += value.uses
         self._known.clear()
         self._raw.clear()
+        self._swapped.clear()
+
+    def _swap_held(self, holder: Value | Handle, tensor: Tensor) -> bool:
+        """Swap what a source or a handle holds, if its storage is to be swapped or has been already."""
+        if self.call.swaps is None or holder.version != tensor._version:
+            return False
+        order = self.orders.get(storage_id(tensor)) if self.orders else None
+        if order is None and (not self._swapped or self.call.swaps.swapper.find(tensor) is None):
+            return False
+        value = self._swap(tensor, holder if isinstance(holder, Value) else None, order or SwapOrder("", None))
+        if value is None or value.swapped is None:
+            return False
+        if isinstance(holder, Handle):
+            value.uses += 1
+            holder.tensor, holder.value, holder.witness = None, value, value.witness
+        return True
+
+    def _swap(self, tensor: Tensor, value: Value | None, order: SwapOrder) -> Value | None:
+        """Let a tensor's storage leave; returns the tensor's value, unchanged where the storage has to stay."""
+        assert self.call.swaps is not None
+        view = self.call.swaps.swapper.swap(tensor, order, self.call.swaps, verify=self.verify)
+        if view is None:
+            return value
+        if value is None:
+            value = self._known[id(tensor)] = Value(None, tensor, tensor._version)
+        with dispatch_off():
+            value.witness = _witness(tensor)
+        value.swapped = view
+        value.tensor = None
+        self._swapped.append(value)
+        return value
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
@@ -225,7 +296,10 @@ class Tape(DispatchMode):
             origin = value.origin()
             if origin is None or storage_id(origin) in edited:
                 del self._known[key]
-                if origin is not None and value.op is None and value.uses and value.tensor is not None:
+                if value.swapped is not None and self.call.swaps is not None:
+                    self.call.swaps.swapper.keep_contents(value.swapped.storage)
+                    value.witness = None
+                elif origin is not None and value.op is None and value.uses and value.tensor is not None:
                     value.tensor = value.tensor.clone()
                     value.version = value.tensor._version
                     value.address = address_of(value.tensor)

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from actmem._compat import DATA_DEPENDENT_ERRORS, FakeGroupedProducts, FakeTensorMode
+from actmem.config.schema import RunConfig
 from actmem.errors import ApplyError
 from actmem.graph import Graph, RegionGraph
 from actmem.models.packing import one_sequence_a_row
+from actmem.models.shapes import build_shapes
 from actmem.planning import Fingerprint
 from actmem.runtime import apply
 
@@ -34,7 +36,7 @@ def trace(model: nn.Module, batch: Mapping[str, object]) -> Graph:
 
 def trace_for_plan(model: nn.Module, batch: Mapping[str, object]) -> tuple[Graph, Fingerprint]:
     """What `trace` gives, and what a plan that fits this model and batch alone is made for."""
-    with torch.enable_grad(), apply(model, "none", verify="off") as applied:
+    with torch.enable_grad(), apply(model, "none", memory={"verify": "off"}) as applied:
         if any(parameter.is_meta for parameter in model.parameters()):
             _run_without_memory(model, batch)
             graphs = {name: _without_questions(graph) for name, graph in applied.graphs.items()}
@@ -44,6 +46,17 @@ def trace_for_plan(model: nn.Module, batch: Mapping[str, object]) -> tuple[Graph
         made_for = applied.plan.fingerprint
         assert made_for is not None, "an exported plan always says what it was made for"
         return _sort_by_kind(model, graphs), made_for
+
+
+def trace_shapes(config: RunConfig) -> Graph:
+    """The graph of the layers that a run trains, for one micro-batch, without making or reading a weight.
+
+    Raises `ModelError` and `ApplyError`.
+    """
+    shape = (config.train.micro_batch_size, config.data.sequence_length)
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.train.autocast is not None):
+        return trace(build_shapes(config.model).base_model, {"input_ids": tokens, "use_cache": False})
 
 
 def _run_without_memory(model: nn.Module, batch: Mapping[str, object]) -> None:

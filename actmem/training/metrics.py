@@ -31,7 +31,8 @@ class StartRecord:
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step. `loss` is the mean cross-entropy of its targets in nats, `router_loss` the weighted auxiliary
-    loss, `grad_norm` the norm before clipping, `peak_bytes` the peak of the run so far."""
+    loss, `grad_norm` the norm before clipping, `peak_bytes` the peak of the run so far, `swap` the swap counters of
+    this step where the plan swaps."""
 
     step: int
     loss: float
@@ -42,6 +43,7 @@ class StepRecord:
     step_seconds: float
     tokens_per_second: float
     peak_bytes: int
+    swap: dict[str, float | None] | None = None
 
 
 @dataclass(frozen=True)

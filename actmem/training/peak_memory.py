@@ -25,7 +25,7 @@ class PeakMemory:
         if device.type != "cpu":
             self.source = f"{device.type} allocator"
             torch.accelerator.reset_peak_memory_stats(device)
-        elif _restart_high_water_mark():
+        elif restart_high_water_mark():
             self.source = "resident set high-water mark"
         else:
             self.source = "resident set high-water mark since the process began"
@@ -33,13 +33,14 @@ class PeakMemory:
 
     def read_bytes(self) -> int:
         on_cpu = self._device.type == "cpu"
-        found = _high_water_mark_bytes() if on_cpu else torch.accelerator.max_memory_allocated(self._device)
+        found = high_water_mark_bytes() if on_cpu else torch.accelerator.max_memory_allocated(self._device)
         # The kernel's mark is summed from counters of several CPUs and may fall by a few pages.
         self._highest = max(self._highest, found)
         return self._highest
 
 
-def _restart_high_water_mark() -> bool:
+def restart_high_water_mark() -> bool:
+    """Let the mark of the resident set begin anew; whether the kernel can."""
     try:
         _CLEAR_REFS.write_text("5")  # proc(5): resets VmHWM
     except OSError:
@@ -47,9 +48,19 @@ def _restart_high_water_mark() -> bool:
     return True
 
 
-def _high_water_mark_bytes() -> int:
+def resident_bytes() -> int | None:
+    """The resident set of this process now; ``None`` where the kernel does not tell."""
+    return _status_bytes("VmRSS") if _STATUS.exists() else None
+
+
+def high_water_mark_bytes() -> int:
+    """The most the resident set has been since its mark began."""
     if _STATUS.exists():
-        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+        return _status_bytes("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status_bytes(name: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024

@@ -20,7 +20,10 @@ from actmem.config.schema import DataConfig, RunConfig
 from actmem.errors import CheckpointError, DataError, NonFiniteError
 from actmem.models.building import build_model, model_fields
 from actmem.planning.sections import name_of, plan_of
-from actmem.runtime import apply
+from actmem.runtime import Applied, apply
+from actmem.runtime.apply import rule_source
+from actmem.runtime.yardsticks import YARDSTICKS
+from actmem.training.capacity import refuse_too_small_tiers
 from actmem.training.checkpoint import Checkpoints
 from actmem.training.corpus import open_corpus
 from actmem.training.device import choose_device
@@ -72,10 +75,9 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
         trainer = _Trainer(config, directory, shown)
         trainer.resume()
         stop = stack.enter_context(StopRequest())
-        with apply(
-            trainer.model, plan_of(config), verify=config.memory.verify, strict_matching=config.memory.strict_matching
-        ):
-            trainer.run(stop)
+        with apply(trainer.model, plan_of(config), memory=config.memory) as applied:
+            trainer.refuse_too_small_tiers()
+            trainer.run(stop, applied)
         return trainer.finish(stop)
 
 
@@ -110,13 +112,18 @@ class _Trainer:
             self.step = self.resumed_from = resumed.step
             self.progress.say(f"resumed after step {self.step} from {resumed.path}")
 
-    def run(self, stop: StopRequest) -> None:
+    def refuse_too_small_tiers(self) -> None:
+        """Say before the first step where swapped values would not fit."""
+        if (plan := plan_of(self.config)) not in YARDSTICKS:
+            refuse_too_small_tiers(self.config, rule_source(plan), self.device)
+
+    def run(self, stop: StopRequest, applied: Applied) -> None:
         """Steps, with evaluations and checkpoints between them, until all are done or `stop` is wanted."""
         settings = self.config.train
         with MetricsLog(self.directory.metrics, step=self.step) as metrics:
             metrics.write(self._start_record())
             while self.step < settings.steps and not stop.wanted:
-                record = self._take_step()
+                record = self._take_step(applied)
                 metrics.write(record)
                 self.progress.show(record)
                 if self.held_out and self._is_due(settings.eval_every):
@@ -151,8 +158,8 @@ class _Trainer:
             model_dir=self.directory.model if done else None,
         )
 
-    def _take_step(self) -> StepRecord:
-        started = time.perf_counter()
+    def _take_step(self, applied: Applied) -> StepRecord:
+        started, swapped = time.perf_counter(), applied.stats.swap
         step, settings = self.step + 1, self.config.train
         rate = learning_rate(step, settings)
         set_learning_rate(self.optimizer, rate)
@@ -178,6 +185,7 @@ class _Trainer:
             step_seconds=seconds,
             tokens_per_second=num_tokens / seconds,
             peak_bytes=self.peak.read_bytes(),
+            swap=applied.stats.swap.since(swapped).to_dict() if applied.swaps else None,
         )
 
     def _accumulate_gradients(self) -> tuple[float, float | None, int]:

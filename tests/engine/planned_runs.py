@@ -143,10 +143,10 @@ def assert_same_bits(mine: Tensor, theirs: Tensor, what: str = "tensor") -> None
         raise AssertionError(f"{what} differs by up to {difference}")
 
 
-def planned_copy(model: nn.Module, plan: Any, **options: Any) -> tuple[nn.Module, Applied]:
-    """A deep copy of a model, under a plan with every recomputed value verified."""
+def planned_copy(model: nn.Module, plan: Any, *, regions: Any = None, **memory: Any) -> tuple[nn.Module, Applied]:
+    """A deep copy of a model, under a plan with every recomputed or reloaded value verified; even small ones swap."""
     twin = copy.deepcopy(model)
-    return twin, apply(twin, plan, **({"verify": "always"} | options))
+    return twin, apply(twin, plan, regions=regions, memory={"verify": "always", "min_swap_bytes": 0} | memory)
 
 
 class Stack(nn.Module):

@@ -133,7 +133,7 @@ def whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def steps_of(wrap: Wrap, policy: str | None, rank: int) -> tuple[list[Step], list[dict[str, int]], dict[str, Any]]:
     model = wrap(tiny_qwen3())
-    applied = apply(model, policy, verify="always") if policy is not None else None
+    applied = apply(model, policy, memory={"verify": "always"}) if policy is not None else None
     steps, counts = [], []
     for number in range(2):
         model.zero_grad(set_to_none=True)
@@ -158,7 +158,7 @@ def steps_of(wrap: Wrap, policy: str | None, rank: int) -> tuple[list[Step], lis
 def accumulate_without_sync(policy: str | None, rank: int) -> list[Step]:
     """Gradient accumulation with DDP's `no_sync`, the last backward synchronised."""
     model = data_parallel(tiny_qwen3())
-    applied = apply(model, policy, verify="always") if policy is not None else None
+    applied = apply(model, policy, memory={"verify": "always"}) if policy is not None else None
     steps = []
     for number in range(2):
         model.zero_grad(set_to_none=True)

@@ -49,7 +49,7 @@ def test_an_exported_plan_holds_and_runs_what_the_policy_did(exported: Path) -> 
     unplanned = step(model)
     with actmem.apply(model, "selective") as by_policy:
         step(model)
-    with actmem.apply(model, exported, strict_matching=True) as by_plan:
+    with actmem.apply(model, exported, memory={"strict_matching": True}) as by_plan:
         planned = step(model)
     assert by_plan.stats.held_bytes == by_policy.stats.held_bytes > 0
     assert by_plan.stats.num_replayed_ops == by_policy.stats.num_replayed_ops > 0

@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from actmem.graph import Op, RegionGraph, Storage, Value
 from actmem.planning import Action, Fates, resolve
+from actmem.planning.fates import path_of_storage
 from actmem.planning.min_cut import cheapest_to_hold
-from actmem.planning.plan import RuleSet
+from actmem.planning.plan import INPUT_PATH, RuleSet
 from actmem.planning.policies import POLICIES, recompute_all, recompute_cheap
 
 # A storage of an op that is kept whatever the plan says.
@@ -88,15 +89,20 @@ def test_the_cut_is_what_the_fates_hold(graph: RegionGraph) -> None:
 @settings(max_examples=100, deadline=None)
 @given(graph=graphs(), data=st.data())
 def test_whatever_the_actions_the_backward_pass_can_run(graph: RegionGraph, data: st.DataObject) -> None:
-    """Each packed value, and each input of a replayed op, is held, a parameter, or made by a replayed op."""
-    actions = {op.path: data.draw(st.sampled_from(Action)) for op in graph.ops}
+    """Each packed value, and each input of a replayed op, is held, swapped, a parameter, or made by a replayed op."""
+    actions = {path: data.draw(st.sampled_from(Action)) for path in (INPUT_PATH, *(op.path for op in graph.ops))}
     fates = resolve(graph, actions.__getitem__)
     needed = [*graph.packed, *(value for position in fates.replayed for value in graph.ops[position].inputs)]
     for index in needed:
         value = graph.values[index]
-        available = value.storage in fates.held or graph.storages[value.storage].kind == "parameter"
-        assert available or value.producer in fates.replayed
-    assert fates.dropped == graph.packed_storages - set(fates.held)
+        elsewhere = value.storage in fates.held or value.storage in fates.swapped
+        assert elsewhere or graph.storages[value.storage].kind == "parameter" or value.producer in fates.replayed
+    assert fates.dropped == graph.packed_storages - set(fates.held) - fates.swapped
+    assert not fates.swapped & (set(fates.held) | fates.dropped)
+    for index in fates.swapped:
+        storage = graph.storages[index]
+        assert storage.kept is None and not storage.edited and not storage.constant and storage.kind != "parameter"
+        assert actions[path_of_storage(graph, index)] is Action.SWAP
     assert all(graph.storages[index].kept for index, reason in fates.held.items() if reason == KEPT)
     assert not {index for index in fates.dropped if graph.storages[index].kept}
 

@@ -243,7 +243,7 @@ def test_invariant_11_a_forward_patched_on_the_instance(patch: Callable[..., Any
 
     planned, plain = build(), build()
     patched = [vars(layer)["forward"] for layer in planned.model.layers]
-    applied = apply(planned, policy, verify="always")
+    applied = apply(planned, policy, memory={"verify": "always"})
     assert_same_steps(
         language_steps(planned, [token_batch(step) for step in range(3)]),
         language_steps(plain, [token_batch(step) for step in range(3)]),
@@ -334,7 +334,7 @@ def test_invariant_11_a_region_that_runs_inside_another_all_the_same() -> None:
 
     for policy in ("full", "selective"):
         planned, plain = build(), build()
-        with apply(planned, policy, regions=["blocks.0", "blocks.1"], verify="always"):
+        with apply(planned, policy, regions=["blocks.0", "blocks.1"], memory={"verify": "always"}):
             assert_same_steps(stack_steps(planned), stack_steps(plain))
 
 
@@ -426,7 +426,7 @@ def model_step(model: nn.Module) -> None:
 def test_invariant_13_a_class_that_changes_after_apply_is_not_silently_unplanned() -> None:
     """Parametrizations and FSDP2 give a module a class of its own; the plan holds on, or somebody says so."""
     model = Stack(FunctionBlock(lambda block, hidden: (hidden @ block.linear.weight).tanh().exp()))
-    with apply(model, "full", regions=["blocks.0"], verify="always") as applied:
+    with apply(model, "full", regions=["blocks.0"], memory={"verify": "always"}) as applied:
         block = model.blocks[0]
         block.__class__ = type("Renewed", (type(block),), {})
         model(features(4, 8)).sum().backward()

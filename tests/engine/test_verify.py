@@ -100,7 +100,7 @@ def test_invariant_15_always_and_off(verify: str, verified: list[bool]) -> None:
 @pytest.mark.parametrize("verify", ["frist", "", None, True])
 def test_invariant_13_a_misspelt_verify_is_refused(verify: Any) -> None:
     with pytest.raises((ActmemError, ValueError), match="first"):
-        apply(tiny_qwen3(), "full", verify=verify)
+        apply(tiny_qwen3(), "full", memory={"verify": verify})
 
 
 def test_invariant_15_a_structure_learned_anew_is_verified_too() -> None:

@@ -1,0 +1,167 @@
+"""The disk tier: storages in a scratch file, written and read by a few threads.
+
+Memory of the CPU goes straight to the file and back. `StagedTier` puts host memory in between for other devices.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from actmem.planning.plan import Tier
+from actmem.runtime.swap.counters import SwapCounters
+from actmem.runtime.swap.ranges import Range, RangeAllocator
+from actmem.runtime.swap.scratch_file import BLOCK, ScratchFile
+from actmem.runtime.swap.tier import Mark
+
+_MIN_SLAB, _MAX_SLAB = 2**20, 2**28
+_MAX_THREADS = 4  # each way; a thread is one request in the disk's queue
+
+
+class Executor(Protocol):
+    """Runs work at some other time."""
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any) -> Future[Any]:
+        """Run `work(*arguments)`."""
+
+
+class DiskTier:
+    """Storages of the CPU in a scratch file in `directory`, at most `limit` bytes of it. Raises `OSError`.
+
+    `writer` and `reader` run the copies; by default a few threads each.
+    """
+
+    name: Tier = "disk"
+
+    def __init__(
+        self,
+        directory: Path,
+        limit: int | None,
+        counters: SwapCounters,
+        *,
+        writer: Executor | None = None,
+        reader: Executor | None = None,
+    ) -> None:
+        self.is_open = True
+        self.file = ScratchFile(directory)
+        self.counters = counters
+        num_threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 4))
+        self.writer = writer or ThreadPoolExecutor(num_threads, "actmem-write")
+        self.reader = reader or ThreadPoolExecutor(num_threads, "actmem-read")
+        self._ranges = RangeAllocator(
+            self.file.grow, granularity=BLOCK, limit=limit, min_slab=_MIN_SLAB, max_slab=_MAX_SLAB
+        )
+
+    def offload(self, data: Tensor, after: Mark | None = None) -> DiskCopy | None:
+        """Start writing `data`, which is complete once `after` has passed."""
+        ranges = self._ranges.allocate(_Blocks(data).num_bytes)
+        return None if ranges is None else DiskCopy(self, data, ranges, after)
+
+    def usage(self) -> RangeAllocator:
+        """What of the file is in use."""
+        return self._ranges
+
+
+class _Blocks:
+    """The whole blocks around a tensor's bytes: where they begin, how long they are, and how far in the tensor is."""
+
+    __slots__ = ("address", "num_bytes", "shift", "size")
+
+    def __init__(self, data: Tensor) -> None:
+        start = data.data_ptr()
+        self.size = data.numel()
+        self.shift = start % BLOCK
+        self.address = start - self.shift
+        self.num_bytes = -(-(self.shift + self.size) // BLOCK) * BLOCK
+
+
+class DiskCopy:
+    """One storage in the file."""
+
+    def __init__(self, tier: DiskTier, data: Tensor, ranges: tuple[Range, ...], after: Mark | None) -> None:
+        self.tier = tier
+        self.around = _Blocks(data)
+        self.ranges = ranges
+        self._keep = [data]
+        write, address = tier.file.write, self.around.address
+        self._write = tier.writer.submit(_copy, self._keep, write, address, ranges, after)
+        self._last: Future[float] = self._write
+
+    def has_left(self, calls_since: int) -> bool:
+        """Whether all of it is in the file."""
+        if not self._write.done():
+            return False
+        self.tier.counters.copy_out_seconds += self._write.result()
+        return True
+
+    def withdraw(self) -> bool:
+        """Give up a write that has not begun."""
+        withdrawn = self._write.cancel()
+        if withdrawn:
+            self._keep.clear()
+        return withdrawn
+
+    def begin_reload(self) -> DiskReload:
+        """Start reading into fresh memory that begins at the same place of a block as the original did."""
+        around = self.around
+        room = torch.empty(around.num_bytes + BLOCK, dtype=torch.uint8)
+        address = -(-room.data_ptr() // BLOCK) * BLOCK
+        begin = address - room.data_ptr() + around.shift
+        self._last = self.tier.reader.submit(_copy, [room], self.tier.file.read, address, self.ranges)
+        return DiskReload(self.tier.counters, self._last, room[begin : begin + around.size])
+
+    @property
+    def place(self) -> str:
+        """The file's directory and the first offset."""
+        return f"the scratch file in {self.tier.file.directory}, offset {self.ranges[0].start}"
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_last"):
+            return
+        self.withdraw()
+        ranges, allocator = self.ranges, self.tier.usage()
+        self._last.add_done_callback(lambda future: allocator.free(ranges))
+
+
+class DiskReload:
+    """A storage on its way back from the file."""
+
+    def __init__(self, counters: SwapCounters, read: Future[float], data: Tensor) -> None:
+        self._counters = counters
+        self._read = read
+        self._data = data
+
+    def finish(self) -> Tensor:
+        """The bytes; waits for them."""
+        self._counters.copy_in_seconds += self._read.result()
+        return self._data
+
+    def is_there(self) -> bool:
+        """Whether they have been read."""
+        return self._read.done()
+
+
+def _copy(
+    keep: list[Tensor],
+    move: Callable[[int, tuple[Range, ...]], None],
+    address: int,
+    ranges: tuple[Range, ...],
+    after: Mark | None = None,
+) -> float:
+    """Move memory from or to `address`, which must not go meanwhile: `keep` holds it, and lets it go before the work
+    counts as done, so that it is freed by the thread that computes. Returns the seconds it took."""
+    try:
+        if after is not None:
+            after.synchronize()
+        started = time.perf_counter()
+        move(address, ranges)
+    finally:
+        keep.clear()
+    return time.perf_counter() - started
