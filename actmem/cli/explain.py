@@ -15,7 +15,6 @@ from actmem.errors import ConfigError, Fault
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from actmem.graph import Graph
     from actmem.reporting.explanation import Explanation
     from actmem.runtime.engine import RuleSource
 
@@ -38,11 +37,14 @@ def explain(
     _refuse_yardsticks(run)
     from actmem.models.shapes import build_shapes
     from actmem.reporting.explanation import explain_layers
+    from actmem.tracing import trace_shapes
 
     model = build_shapes(run.model)
     source = _rule_source(run, model)
-    graph = _graph(run, model)
-    explanations = explain_layers(graph, source, _wanted(layer, len(graph.layers)))
+    graph = trace_shapes(run)
+    explanations = explain_layers(
+        graph, source, _wanted(layer, len(graph.layers)), min_swap_bytes=run.memory.min_swap_bytes
+    )
     if as_json:
         print_json([each.to_dict() for each in explanations])
     else:
@@ -65,17 +67,6 @@ def _rule_source(run: RunConfig, model: PreTrainedModel) -> RuleSource:
         return PolicyRules(name, POLICIES[name])
     apply(model, run.plan).remove()  # refuses a plan that was made for another model
     return PlanRules(Plan.load(run.plan))
-
-
-def _graph(run: RunConfig, model: PreTrainedModel) -> Graph:
-    import torch
-
-    from actmem.tracing import trace
-
-    shape = (run.train.micro_batch_size, run.data.sequence_length)
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.train.autocast is not None):
-        return trace(model.base_model, {"input_ids": tokens, "use_cache": False})
 
 
 def _wanted(layer: int | None, num_layers: int) -> range:
