@@ -19,12 +19,22 @@ from actmem.config.schema import Dtype, ModelConfig
 from actmem.measuring.bench import num_steps, random_batch, run_bench
 from actmem.measuring.result import BenchResult
 from actmem.models.building import build_model
-from actmem.reporting.tables import bench_notes, bench_table
+from actmem.reporting.tables import bench_notes, bench_table, swap_table
 from benchmarks.machine import Machine
 from benchmarks.overhead import Overhead, measure_overhead
 
 RESULTS = Path(__file__).parent / "results"
 POLICIES = ("none", "selective", "mlp", "full", "torch-sac", "torch-full")
+_PLANS = "configs/plans"
+SWAP_POLICIES = (
+    "none",
+    "full",
+    "attention-swap",
+    "layer-swap",
+    f"{_PLANS}/attention_mlp_swap.yaml",
+    f"{_PLANS}/full_inputs_swapped.yaml",
+    f"{_PLANS}/mixed.yaml",
+)
 _WIDTH = 120
 
 
@@ -36,6 +46,7 @@ class Setting:
     title: str
     model: ModelConfig
     sequence_length: int
+    policies: tuple[str, ...] = POLICIES
     overhead: bool = False
 
     @property
@@ -68,12 +79,22 @@ def _shape(hidden: int, layers: int) -> dict[str, object]:
     }
 
 
+_DENSE = "dense, hidden 1024, 6 layers, 1024 tokens, float32"
+_MOE = "MoE of 8 experts, hidden 1024, 6 layers, 1024 tokens, float32"
 SETTINGS = {
     setting.name: setting
     for setting in (
-        Setting("dense", "dense, hidden 1024, 6 layers, 1024 tokens, float32", dense(1024, 6), 1024),
+        Setting("dense", _DENSE, dense(1024, 6), 1024),
         Setting("bf16", "dense, hidden 512, 6 layers, 2048 tokens, bfloat16", dense(512, 6, dtype="bfloat16"), 2048),
-        Setting("moe", "MoE of 8 experts, hidden 1024, 6 layers, 1024 tokens, float32", moe(1024, 6), 1024),
+        Setting("moe", _MOE, moe(1024, 6), 1024),
+        Setting("swap", _DENSE, dense(1024, 6), 1024, SWAP_POLICIES),
+        Setting(
+            "swap-moe",
+            "MoE of 8 experts, hidden 1024, 6 layers, 1024 tokens, float32",
+            moe(1024, 6),
+            1024,
+            SWAP_POLICIES,
+        ),
         Setting("overhead", "dense, hidden 256, 8 layers, 256 tokens, float32", dense(256, 8), 256, overhead=True),
     )
 }
@@ -84,8 +105,8 @@ def measure(setting: Setting, rounds: int, directory: Path) -> str:
     machine = Machine.here_and_now()
     model = build_model(setting.model, seed=0)
     batch = random_batch(model, 1, setting.sequence_length)
-    with bench_progress(num_steps(POLICIES, rounds)) as on_step:
-        result = run_bench(model, batch, POLICIES, setting=setting.title, rounds=rounds, on_step=on_step)
+    with bench_progress(num_steps(setting.policies, rounds)) as on_step:
+        result = run_bench(model, batch, setting.policies, setting=setting.title, rounds=rounds, on_step=on_step)
     overhead = measure_overhead(model, batch, 4 * rounds) if setting.overhead else None
     text = _text(setting, machine, model, result, overhead)
     directory.mkdir(parents=True, exist_ok=True)
@@ -105,6 +126,8 @@ def _text(
     console.print(f"{machine}; {machine.date}")
     console.print(f"$ {setting.command}")
     console.print(bench_table(result))
+    if any(each.swap is not None for each in result.policies):
+        console.print(swap_table(result))
     for line in [*bench_notes(result), *(overhead.lines() if overhead is not None else ())]:
         console.print(line)
     assert isinstance(console.file, io.StringIO)

@@ -22,7 +22,16 @@ from actmem.training.trainer import train
 
 OUT = Path("runs/demo")
 PRESETS = ("qwen3-tiny", "qwen3-moe-tiny")
-POLICIES = ("none", "selective", "mlp", "full", "torch-sac", "torch-full")
+POLICIES = (
+    "none",
+    "selective",
+    "mlp",
+    "full",
+    "attention-swap",
+    "configs/plans/mixed.yaml",
+    "torch-sac",
+    "torch-full",
+)
 ROUNDS = 3
 SEQUENCE_LENGTH = 512
 # Large enough that activations outweigh all else, small enough for a laptop.

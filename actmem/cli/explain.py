@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmem.cli.planned import graph_of, refuse_yardsticks, rules_of
+from actmem.cli.planned import refuse_yardsticks, rules_of
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 
@@ -33,11 +33,14 @@ def explain(
     refuse_yardsticks(run)
     from actmem.models.shapes import build_shapes
     from actmem.reporting.explanation import explain_layers
+    from actmem.tracing import trace_shapes
 
     model = build_shapes(run.model)
     source = rules_of(run, model)
-    graph, _ = graph_of(run, model)
-    explanations = explain_layers(graph, source, _wanted(layer, len(graph.layers)))
+    graph = trace_shapes(run)
+    explanations = explain_layers(
+        graph, source, _wanted(layer, len(graph.layers)), min_swap_bytes=run.memory.min_swap_bytes
+    )
     if as_json:
         print_json([each.to_dict() for each in explanations])
     else:

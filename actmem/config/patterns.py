@@ -40,6 +40,8 @@ def pattern_problem(pattern: str) -> str | None:
     """What is wrong with a pattern, or ``None``: no regex, too large, or too slow on paths that layers have."""
     if problem := _size_problem(pattern):
         return problem
+    if any("\ud800" <= character <= "\udfff" for character in pattern):
+        return "holds half of a surrogate pair"
     try:
         _compiled(pattern)
     except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -49,7 +50,7 @@ def run_bench(
     memory: MemoryConfig | None = None,
     on_step: OnStep = lambda policy: None,
 ) -> BenchResult:
-    """Measure `policies`, named as `actmem.apply` takes them, on `model` and one `batch` on the model's device.
+    """Measure `policies`, names or plan files, on `model` and one `batch` on the model's device.
 
     ``none``, the model without any plan, is always measured, and first. The model keeps its weights; its gradients are
     overwritten. `memory` says where swapped values go. `on_step` hears of each of the `num_steps` steps that follow one
@@ -107,7 +108,8 @@ class _Contender:
         forward: Callable[[PreTrainedModel], Tensor],
         memory: MemoryConfig,
     ) -> None:
-        self.policy = policy
+        self.policy = Path(policy).stem if Path(policy).suffix else policy
+        self._plan = policy
         self._forward = forward
         self._memory = memory
         self._counts: list[SwapCounters] = []
@@ -116,7 +118,7 @@ class _Contender:
 
     def __enter__(self) -> _Contender:
         if self.policy != BASELINE:
-            self._applied = apply(self._model, self.policy, memory=self._memory)
+            self._applied = apply(self._model, self._plan, memory=self._memory)
         return self
 
     def __exit__(self, *exception: object) -> None:

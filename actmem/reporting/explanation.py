@@ -8,11 +8,10 @@ from typing import Any
 
 from actmem.graph import Graph, Op, RegionGraph, Value
 from actmem.planning import Fates, resolve
-from actmem.planning.fates import INPUT, SAVED
-from actmem.planning.plan import RuleSet
+from actmem.planning.fates import SAVED
+from actmem.planning.plan import INPUT_PATH, RuleSet
 from actmem.runtime.engine import RuleSource
 
-INPUT_PATH = "(input)"
 _SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
@@ -21,13 +20,15 @@ class OpRow:
     """One op, or an input that the layer holds.
 
     `output` is shape and dtype of its (first) output. `held_bytes` stay until the backward pass, `dropped_bytes` would
-    without the plan. `action` is ``save``, ``recompute`` or empty for an op that the backward pass never asks for.
+    without the plan, and `swapped_bytes` wait elsewhere. `action` is ``save``, ``recompute``, ``swap`` or empty for an
+    op that the backward pass never asks for.
     """
 
     path: str
     output: str
     held_bytes: int
     dropped_bytes: int
+    swapped_bytes: int
     flops: int
     moved_bytes: int
     action: str
@@ -58,6 +59,7 @@ class Explanation:
             output="",
             held_bytes=sum(row.held_bytes for row in self.rows),
             dropped_bytes=sum(row.dropped_bytes for row in self.rows),
+            swapped_bytes=sum(row.swapped_bytes for row in self.rows),
             flops=sum(row.flops for row in self.rows),
             moved_bytes=sum(row.moved_bytes for row in self.rows),
             action="",
@@ -71,20 +73,28 @@ class Explanation:
         return head | {"rows": rows, "total": asdict(self.total), "idle": self.idle}
 
 
-def explain_layers(graph: Graph, source: RuleSource, layers: Iterable[int]) -> list[Explanation]:
+def explain_layers(
+    graph: Graph, source: RuleSource, layers: Iterable[int], *, min_swap_bytes: int = 0
+) -> list[Explanation]:
     """One explanation for all of these `layers` (indices from 0) that run the same ops under the same rules."""
     kinds = list(graph.layers.values())
     groups: dict[tuple[str, Hashable], list[int]] = {}
     for layer in layers:
         groups.setdefault((kinds[layer], source.group(layer)), []).append(layer)
-    return [_explain_group(graph.kinds[kind], kind, tuple(group), source) for (kind, _), group in groups.items()]
+    return [
+        _explain_group(graph.kinds[kind], kind, tuple(group), source, min_swap_bytes)
+        for (kind, _), group in groups.items()
+    ]
 
 
-def _explain_group(graph: RegionGraph, kind: str, layers: tuple[int, ...], source: RuleSource) -> Explanation:
+def _explain_group(
+    graph: RegionGraph, kind: str, layers: tuple[int, ...], source: RuleSource, min_swap_bytes: int
+) -> Explanation:
     rules = RuleSet(source.rules(layers[0], graph))
-    rules.meet(op.path for op in graph.ops)
+    rules.meet([INPUT_PATH, *(op.path for op in graph.ops)])
     idle = tuple(rule.pattern for rule in rules.rules if rule not in rules.matched)
-    return Explanation(kind, layers, source.name, explain(resolve(graph, rules.action_of)), idle)
+    fates = resolve(graph, rules.action_of, min_swap_bytes=min_swap_bytes)
+    return Explanation(kind, layers, source.name, explain(fates), idle)
 
 
 def explain(fates: Fates) -> tuple[OpRow, ...]:
@@ -95,27 +105,31 @@ def explain(fates: Fates) -> tuple[OpRow, ...]:
 
 def _input_rows(fates: Fates) -> Iterator[OpRow]:
     graph = fates.graph
-    for index, reason in fates.held.items():
-        if reason == INPUT:
-            value = next(value for value in graph.values if value.storage == index)
-            size = graph.storages[index].num_bytes
-            yield OpRow(INPUT_PATH, _described(value), size, 0, 0, 0, "save", "input of the layer")
+    for index, storage in enumerate(graph.storages):
+        if storage.kind != "input" or not (index in fates.held or index in fates.swapped):
+            continue
+        output = _described(next(value for value in graph.values if value.storage == index))
+        if index in fates.swapped:
+            yield OpRow(INPUT_PATH, output, 0, 0, storage.num_bytes, 0, 0, "swap", "input of the layer, swapped")
+        else:
+            yield OpRow(INPUT_PATH, output, storage.num_bytes, 0, 0, 0, 0, "save", "input of the layer")
 
 
 def _op_row(fates: Fates, index: int) -> OpRow:
     graph, op = fates.graph, fates.graph.ops[index]
     made = _storages_made_by(graph, index)
-    held = made & fates.held.keys()
+    held, swapped = made & fates.held.keys(), made & fates.swapped
     reasons = {fates.held[storage] for storage in held}
     return OpRow(
         path=op.path,
         output=_described(graph.values[op.outputs[0]]) if op.outputs else "",
         held_bytes=graph.num_bytes(held),
         dropped_bytes=graph.num_bytes(made & fates.dropped),
+        swapped_bytes=graph.num_bytes(swapped),
         flops=op.flops,
         moved_bytes=op.moved_bytes,
-        action="recompute" if index in fates.replayed else "save" if held else "",
-        reason=_reason(op, index in fates.replayed, reasons),
+        action="recompute" if index in fates.replayed else "swap" if swapped else "save" if held else "",
+        reason=_reason(op, index in fates.replayed, bool(swapped), reasons),
     )
 
 
@@ -124,9 +138,11 @@ def _storages_made_by(graph: RegionGraph, index: int) -> set[int]:
     return {storage for storage in outputs if graph.creators.get(storage) == index}
 
 
-def _reason(op: Op, replayed: bool, held: set[str]) -> str:
+def _reason(op: Op, replayed: bool, swapped: bool, held: set[str]) -> str:
     """An op of several outputs may be replayed for one and have another held; then it has both reasons."""
     kept = ["saved by plan" if reason == SAVED else f"always saved: {reason}" for reason in sorted(held)]
+    if swapped:
+        kept.append("swapped by plan")
     if op.view:
         kept.append("view")
     elif replayed:

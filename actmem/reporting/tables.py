@@ -83,7 +83,7 @@ def bench_notes(result: BenchResult) -> list[str]:
 def explain_table(explanation: Explanation) -> Table:
     """One line an op, in order, and the totals below. Bytes are exact, so that they add up as they stand."""
     scale, unit = _flop_scale(max((row.flops for row in explanation.rows), default=0))
-    heads = ("held\nbytes", "recomputed\nbytes", unit, "FLOP\nper byte")
+    heads = ("held\nbytes", "recomputed\nbytes", "swapped\nbytes", unit, "FLOP\nper byte")
     table = plain_table("op", ("output", *heads), ("action", "why"), footer=True)
     for row in explanation.rows:
         table.add_row(*_explain_cells(row, scale), style="" if row.action else "dim")
@@ -172,6 +172,7 @@ def _explain_cells(row: OpRow, scale: float) -> list[str]:
         row.output,
         f"{row.held_bytes:,}" if row.held_bytes else NOTHING,
         f"{row.dropped_bytes:,}" if row.dropped_bytes else NOTHING,
+        f"{row.swapped_bytes:,}" if row.swapped_bytes else NOTHING,
         f"{row.flops / scale:.2f}" if row.flops else NOTHING,
         NOTHING if row.intensity is None else f"{row.intensity:,.1f}",
         row.action,

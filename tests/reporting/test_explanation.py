@@ -9,8 +9,8 @@ from actmem.config.schema import ModelConfig
 from actmem.graph import Graph
 from actmem.models.shapes import build_shapes
 from actmem.planning import POLICIES, Action, Plan, Rule, resolve
-from actmem.planning.plan import RuleSet
-from actmem.reporting.explanation import INPUT_PATH, Explanation, explain, explain_layers
+from actmem.planning.plan import INPUT_PATH, RuleSet
+from actmem.reporting.explanation import Explanation, explain, explain_layers
 from actmem.runtime.engine import PlanRules, PolicyRules
 from actmem.tracing import trace
 

@@ -156,9 +156,10 @@ class HostCopy:
     def has_left(self, calls_since: int) -> bool:
         """Whether the original may go. After a region call more it may in any case: then the current stream waits for
         the copy, not the host, so that the peak does not depend on how far the host runs ahead."""
-        if calls_since < _CALLS_TO_LEAVE and not self._last.has_passed():
-            return False
-        self.tier.wait(self._last)
+        if not self._last.has_passed():
+            if calls_since < _CALLS_TO_LEAVE:
+                return False
+            self.tier.wait(self._last)
         self._data = None
         return True
 
