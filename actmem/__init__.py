@@ -1,6 +1,6 @@
 """actmem: train transformers in less memory.
 
-Every tensor that autograd saves for the backward pass is saved or recomputed, under one plan, to the last bit.
+Every tensor that autograd saves for the backward pass is saved, recomputed or swapped, under one plan, to the last bit.
 
     applied = actmem.apply(model, "selective")
     model(**batch).loss.backward()
@@ -24,12 +24,22 @@ from actmem.errors import (
     ModelError,
     NonFiniteError,
     PlanError,
+    PlatformError,
     ReplayMismatchError,
+    SwapError,
 )
 from actmem.planning import Action, Plan, Rule
 
 if TYPE_CHECKING:
-    from actmem.runtime import Applied, NoEffectWarning, Stats, apply, register_replayable, register_subclass
+    from actmem.runtime import (
+        Applied,
+        NoEffectWarning,
+        Stats,
+        SwapWarning,
+        apply,
+        register_replayable,
+        register_subclass,
+    )
     from actmem.tracing import trace
 
 __all__ = [
@@ -47,9 +57,12 @@ __all__ = [
     "NonFiniteError",
     "Plan",
     "PlanError",
+    "PlatformError",
     "ReplayMismatchError",
     "Rule",
     "Stats",
+    "SwapError",
+    "SwapWarning",
     "apply",
     "load_config",
     "parse_config",
@@ -59,7 +72,8 @@ __all__ = [
 ]
 
 _NEED_TORCH = {"trace": "actmem.tracing"} | dict.fromkeys(
-    ("Applied", "NoEffectWarning", "Stats", "apply", "register_replayable", "register_subclass"), "actmem.runtime"
+    ("Applied", "NoEffectWarning", "Stats", "SwapWarning", "apply", "register_replayable", "register_subclass"),
+    "actmem.runtime",
 )
 
 

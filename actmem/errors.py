@@ -3,6 +3,7 @@
     ActmemError
     ├── ConfigError (ValueError)         a configuration with faults; `.faults` lists all of them
     ├── PlanError (ValueError)           a plan that is malformed, or made for another model or shape
+    ├── PlatformError (NotImplementedError)  a platform other than torch
     ├── ApplyError (ValueError)          a model that a plan cannot be applied to
     ├── ModelError (ValueError)          a model that cannot be built or loaded
     ├── DataError (ValueError)           a corpus or tokenizer that cannot be used
@@ -71,6 +72,10 @@ class PlanError(ActmemError, ValueError):
 
 class ApplyError(ActmemError, ValueError):
     """A model or region that a plan cannot be applied to; the model is left as it was."""
+
+
+class PlatformError(ActmemError, NotImplementedError):
+    """A platform that actmem does not run on."""
 
 
 class ModelError(ActmemError, ValueError):

@@ -15,6 +15,8 @@ from actmem.cli.check import summary
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
+from actmem.planning import Plan
+from actmem.planning.sections import plan_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,13 +42,14 @@ def bench(
 ) -> None:
     """Measure peak memory and step time of policies, and that their gradients are those of the unplanned model.
 
+    What CONFIG itself says, by a policy, a plan file or its sections, is measured beside them.
     The model is a fresh one, or that of model.path; the tokens are random, so no corpus is needed; a step is one
     forward and backward pass of one micro-batch. Writes bench.json, bench.png and bench.svg. Exit code: 0, or 1 if a
     policy gave other numbers.
     """
     run = load_config(config, overrides or ())
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    result = _measure(run, names, rounds)
+    result = _measure(run, _with_own_plan(run, names), rounds)
     directory = out or run.train.output_dir / "bench"
     write_result(result, directory)
     if as_json:
@@ -59,7 +62,13 @@ def bench(
         raise typer.Exit(1)
 
 
-def _measure(run: RunConfig, policies: list[str], rounds: int) -> BenchResult:
+def _with_own_plan(run: RunConfig, names: list[str]) -> list[str | Plan]:
+    """The policies that were asked for, and what the configuration itself says if it is something else."""
+    own = plan_of(run)
+    return list(dict.fromkeys([*names, str(own) if isinstance(own, Path) else own]))
+
+
+def _measure(run: RunConfig, policies: list[str | Plan], rounds: int) -> BenchResult:
     import torch
 
     from actmem.measuring.bench import num_steps, random_batch, run_bench

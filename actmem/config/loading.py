@@ -19,8 +19,10 @@ from actmem.config.overrides import apply_overrides
 from actmem.config.rules import RULES
 from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.config.translation import field_fault
+from actmem.config.wording import nearest
 from actmem.errors import ConfigError, Fault
 
+PLANNING_KEYS = ("activation_swap", "recompute", "recompute_comm", "swap", "platform", "allow_unverified_model")
 _MAX_FILE_BYTES = 2**20
 _STAND_INS: dict[str, dict[str, object]] = {"model": {}, "data": {"path": ["*"]}}
 
@@ -54,6 +56,21 @@ def parse_config(
     if config is None or faults:
         raise ConfigError(sorted(faults, key=_file_order), source)
     return config
+
+
+def parse_sections(sections: Mapping[str, object], num_layers: int) -> RunConfig:
+    """A configuration of nothing but the sections that say what becomes of activations, for `num_layers` layers.
+
+    Raises `ConfigError` with every fault.
+    """
+    unknown = [key for key in sections if key not in PLANNING_KEYS]
+    if unknown:
+        allowed = ", ".join(PLANNING_KEYS)
+        problem = "says nothing about what becomes of activations"
+        faults = [Fault(str(key), problem, allowed=allowed, nearest=nearest(key, PLANNING_KEYS)) for key in unknown]
+        raise ConfigError(faults, "the plan's sections")
+    model = {"config": {"model_type": "qwen3", "num_hidden_layers": num_layers}}
+    return parse_config({"model": model, "data": {"path": ["*"]}, **sections}, "the plan's sections")
 
 
 def parse_memory(settings: Mapping[str, object]) -> MemoryConfig:

@@ -28,6 +28,7 @@ from actmem.measuring.interleave import Timing, interleave
 from actmem.measuring.peak import measure_peak
 from actmem.measuring.resident import measure_resident
 from actmem.measuring.result import BASELINE, BenchResult, Holdings, PolicyResult, SwapFigures
+from actmem.planning import Plan
 from actmem.runtime import Applied, Stats, apply
 from actmem.runtime.swap.counters import SwapCounters
 from actmem.tracing import trace
@@ -41,7 +42,7 @@ OnStep = Callable[[str], None]
 def run_bench(
     model: PreTrainedModel,
     batch: Batch,
-    policies: Sequence[str],
+    policies: Sequence[str | Plan],
     *,
     setting: str = "",
     rounds: int = 5,
@@ -50,7 +51,7 @@ def run_bench(
     memory: MemoryConfig | None = None,
     on_step: OnStep = lambda policy: None,
 ) -> BenchResult:
-    """Measure `policies`, names or plan files, on `model` and one `batch` on the model's device.
+    """Measure `policies`, names, plan files or plans, on `model` and one `batch` on the model's device.
 
     ``none``, the model without any plan, is always measured, and first. The model keeps its weights; its gradients are
     overwritten. `memory` says where swapped values go. `on_step` hears of each of the `num_steps` steps that follow one
@@ -93,7 +94,7 @@ def with_own_modules(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, shared)
 
 
-def num_steps(policies: Sequence[str], rounds: int) -> int:
+def num_steps(policies: Sequence[str | Plan], rounds: int) -> int:
     """How often `run_bench` calls `on_step`."""
     return len({BASELINE, *policies}) * (WARM_UP + rounds + 3)
 
@@ -104,11 +105,11 @@ class _Contender:
     def __init__(
         self,
         model: PreTrainedModel,
-        policy: str,
+        policy: str | Plan,
         forward: Callable[[PreTrainedModel], Tensor],
         memory: MemoryConfig,
     ) -> None:
-        self.policy = Path(policy).stem if Path(policy).suffix else policy
+        self.policy = _label(policy)
         self._plan = policy
         self._forward = forward
         self._memory = memory
@@ -161,6 +162,12 @@ class _Contender:
 
     def _num_replayed_ops(self) -> int:
         return 0 if self._applied is None else self._applied.stats.num_replayed_ops
+
+
+def _label(policy: str | Plan) -> str:
+    if isinstance(policy, Plan):
+        return policy.name
+    return Path(policy).stem if Path(policy).suffix else policy
 
 
 def _measure(

@@ -5,5 +5,15 @@ from actmem.runtime.engine import NoEffectWarning
 from actmem.runtime.functions import register_replayable
 from actmem.runtime.kinds import register_subclass
 from actmem.runtime.stats import RegionStats, Stats
+from actmem.runtime.swap.swapper import SwapWarning
 
-__all__ = ["Applied", "NoEffectWarning", "RegionStats", "Stats", "apply", "register_replayable", "register_subclass"]
+__all__ = [
+    "Applied",
+    "NoEffectWarning",
+    "RegionStats",
+    "Stats",
+    "SwapWarning",
+    "apply",
+    "register_replayable",
+    "register_subclass",
+]

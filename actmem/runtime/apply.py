@@ -8,16 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from actmem._compat import is_compiled
-from actmem.config.loading import parse_memory
-from actmem.config.schema import MemoryConfig
-from actmem.errors import ApplyError, PlanError
+from actmem.config.loading import parse_memory, parse_sections
+from actmem.config.schema import MemoryConfig, RunConfig
+from actmem.errors import ApplyError, PlanError, PlatformError
 from actmem.graph import RegionGraph
 from actmem.planning import POLICIES, Fingerprint, Plan
+from actmem.planning.sections import plan_of
+from actmem.runtime.attention_swap import check_attention_swap
 from actmem.runtime.engine import Engine, PlanRules, PolicyRules, RuleSource, active_tape
 from actmem.runtime.functions import FunctionWrappers
 from actmem.runtime.intercept import Interception, Runner, is_planned
@@ -29,6 +32,8 @@ from actmem.runtime.swap.swapper import Swapper
 from actmem.runtime.yardsticks import YARDSTICKS
 
 _functions = FunctionWrappers()
+_attention_swaps: WeakKeyDictionary[nn.Module, tuple[object, Applied]] = WeakKeyDictionary()
+"""Models under `activation_swap: attention`, with what was asked for."""
 
 
 class Applied:
@@ -82,6 +87,9 @@ class Applied:
     def remove(self) -> None:
         """Restore the model exactly; graphs built before still run their backward pass. May be called twice."""
         self._finish()
+        for model, (_, applied) in list(_attention_swaps.items()):
+            if applied is self:
+                del _attention_swaps[model]
 
     def __enter__(self) -> Applied:
         return self
@@ -99,7 +107,7 @@ def _take_off(interception: Interception) -> None:
 
 def apply(
     model: nn.Module,
-    plan: str | Path | Plan,
+    plan: str | Path | Plan | Mapping[str, object] | RunConfig,
     *,
     regions: Sequence[nn.Module | str] | None = None,
     memory: MemoryConfig | Mapping[str, object] | None = None,
@@ -107,26 +115,58 @@ def apply(
     """Run the layers of `model` under a plan from now on.
 
     `plan` is the name of a policy (``none``, ``full``, ``mlp``, ``selective``, ``attention-swap``, ``layer-swap``;
-    ``torch-full`` and ``torch-sac`` are torch's own ways, for comparison), a `Plan`, or the path of a plan file.
+    ``torch-full`` and ``torch-sac`` are torch's own ways, for comparison), a `Plan`, the path of a plan file, a mapping
+    with the sections ``activation_swap``, ``recompute``, ``recompute_comm`` and ``swap``, or a whole configuration.
     `regions` are the modules, or their names, whose calls get a tape each; by default the decoder layers of a Hugging
     Face model. `memory` are the settings of the `memory` section: where swapped values go, and how the plan is guarded.
 
-    Raises `ApplyError` for a model that cannot be planned or a tier that cannot be had, `PlanError` for a plan that is
-    malformed or made for another model, `ConfigError` for wrong settings. Then the model is untouched.
+    Asked for ``activation_swap: attention`` again, with the same settings, it changes nothing and returns what it
+    returned the first time. Raises `ApplyError` for a model that cannot be planned or a tier that cannot be had,
+    `PlanError` for a plan that is malformed or made for another model, `ConfigError` for wrong settings, and
+    `PlatformError` for another platform than torch. Then the model is untouched.
     """
+    if isinstance(plan, RunConfig) and memory is None:
+        memory = plan.memory
     settings = memory if isinstance(memory, MemoryConfig) else parse_memory(memory or {})
     found = _find(model, regions)
-    _refuse_conflicts(model, found)
+    if isinstance(plan, Mapping):
+        plan = parse_sections(plan, len(found))
+    if isinstance(plan, RunConfig):
+        return _apply_config(model, plan, found, settings)
+    return _apply_plan(model, plan, found, settings)
+
+
+def _apply_config(model: nn.Module, config: RunConfig, regions: dict[str, nn.Module], memory: MemoryConfig) -> Applied:
+    if config.platform != "torch":
+        raise PlatformError(
+            f"platform: {config.platform} is not supported; actmem runs on torch alone: platform: torch"
+        )
+    plan = plan_of(config)
+    if config.activation_swap == "none":
+        return _apply_plan(model, plan, regions, memory)
+    asked = (plan, tuple(regions), memory)
+    earlier = _attention_swaps.get(model)
+    if earlier is not None and earlier[0] == asked:
+        return earlier[1]
+    check_attention_swap(model, regions, allow_unverified=config.allow_unverified_model)
+    applied = _apply_plan(model, plan, regions, memory)
+    _attention_swaps[model] = (asked, applied)
+    return applied
+
+
+def _apply_plan(
+    model: nn.Module, plan: str | Path | Plan, regions: dict[str, nn.Module], memory: MemoryConfig
+) -> Applied:
+    _refuse_conflicts(model, regions)
     if isinstance(plan, str) and plan in YARDSTICKS:
-        runner = YARDSTICKS[plan]()
-        return Applied(plan, model, dict.fromkeys(found, runner), found)
+        return Applied(plan, model, dict.fromkeys(regions, YARDSTICKS[plan]()), regions)
     source = rule_source(plan)
-    kinds = {name: region_kind(module) for name, module in found.items()}
+    kinds = {name: region_kind(module) for name, module in regions.items()}
     if isinstance(source, PlanRules):
-        _check_plan(source.plan, fingerprint(model, found))
-    engine = Engine(model, source, len(found), settings, _swapper(model, source, settings))
-    planned = {name: PlannedRegion(name, layer, kinds[name], engine) for layer, name in enumerate(found)}
-    return Applied(source.name, model, dict(planned), found, engine)
+        _check_plan(source.plan, fingerprint(model, regions))
+    engine = Engine(model, source, len(regions), memory, _swapper(model, source, memory))
+    planned = {name: PlannedRegion(name, layer, kinds[name], engine) for layer, name in enumerate(regions)}
+    return Applied(source.name, model, dict(planned), regions, engine)
 
 
 def _swapper(model: nn.Module, source: RuleSource, memory: MemoryConfig) -> Swapper | None:

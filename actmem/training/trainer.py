@@ -75,7 +75,7 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
         trainer = _Trainer(config, directory, shown)
         trainer.resume()
         stop = stack.enter_context(StopRequest())
-        with apply(trainer.model, plan_of(config), memory=config.memory) as applied:
+        with apply(trainer.model, config) as applied:
             trainer.refuse_too_small_tiers()
             trainer.run(stop, applied)
         return trainer.finish(stop)
