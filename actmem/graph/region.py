@@ -17,6 +17,9 @@ from typing import Any, Literal
 
 StorageKind = Literal["op", "input", "parameter"]
 
+COMMUNICATION = "communication"
+"""Why what a collective made is saved, unless a plan asks for that collective to be issued again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:

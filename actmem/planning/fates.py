@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from actmem.graph import RegionGraph
-from actmem.planning.plan import INPUT_PATH, Action
+from actmem.graph import COMMUNICATION, RegionGraph
+from actmem.planning.plan import INPUT_PATH, Action, RuleSet
 
 SAVED = "saved"
 INPUT = "input"
@@ -58,11 +58,18 @@ class Fates:
         return totals
 
 
-def resolve(graph: RegionGraph, action_of: Callable[[str], Action], *, min_swap_bytes: int = 0) -> Fates:
+def resolve(
+    graph: RegionGraph,
+    action_of: Callable[[str], Action],
+    *,
+    min_swap_bytes: int = 0,
+    communicates_again: Callable[[str], bool] = lambda path: False,
+) -> Fates:
     """The fates in `graph` when the op at each path gets the action that `action_of` names.
 
     A storage follows the op that created it, and its views follow the storage. A swap of fewer than `min_swap_bytes` is
-    not worth its copies, so such a storage is saved.
+    not worth its copies, so such a storage is saved. What a collective made is saved unless the plan
+    `communicates_again` at its path.
     """
     replayed: set[int] = set()
     held: dict[int, str] = {}
@@ -78,7 +85,7 @@ def resolve(graph: RegionGraph, action_of: Callable[[str], Action], *, min_swap_
         if _is_swapped(graph, value.storage, action_of, min_swap_bytes):
             swapped.add(value.storage)
             continue
-        reason = _reason_to_hold(graph, value.storage, action_of)
+        reason = _reason_to_hold(graph, value.storage, action_of, communicates_again)
         if reason is not None:
             held[value.storage] = reason
             continue
@@ -89,6 +96,11 @@ def resolve(graph: RegionGraph, action_of: Callable[[str], Action], *, min_swap_
             replayed.add(value.producer)
             pending.extend(graph.ops[value.producer].inputs)
     return Fates(graph, frozenset(replayed), held, frozenset(dropped), frozenset(swapped))
+
+
+def fates_under(graph: RegionGraph, rules: RuleSet, *, min_swap_bytes: int = 0) -> Fates:
+    """The fates in `graph` under the rules of one layer."""
+    return resolve(graph, rules.action_of, min_swap_bytes=min_swap_bytes, communicates_again=rules.communicates_again)
 
 
 def path_of_storage(graph: RegionGraph, index: int) -> str:
@@ -103,12 +115,18 @@ def _is_swapped(graph: RegionGraph, index: int, action_of: Callable[[str], Actio
     return action_of(path_of_storage(graph, index)) is Action.SWAP
 
 
-def _reason_to_hold(graph: RegionGraph, index: int, action_of: Callable[[str], Action]) -> str | None:
+def _reason_to_hold(
+    graph: RegionGraph,
+    index: int,
+    action_of: Callable[[str], Action],
+    communicates_again: Callable[[str], bool],
+) -> str | None:
     storage = graph.storages[index]
     if storage.kind == "input":
         return INPUT
     if storage.kept is not None:
-        return storage.kept
+        again = storage.kept == COMMUNICATION and communicates_again(path_of_storage(graph, index))
+        return None if again else storage.kept
     if storage.edited:
         return None
     action = action_of(path_of_storage(graph, index))

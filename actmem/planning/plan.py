@@ -164,6 +164,11 @@ class RuleSet:
         winner = self.winner_of(path)
         return None if winner is None else winner.tier
 
+    def communicates_again(self, path: str) -> bool:
+        """Whether the deciding rule asks for the collective at `path` to be issued again in the backward pass."""
+        winner = self.winner_of(path)
+        return winner is not None and winner.reach == "communication" and winner.action is Action.RECOMPUTE
+
     @cached_property
     def actions(self) -> frozenset[Action]:
         """What the rules can do."""

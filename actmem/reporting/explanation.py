@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from actmem.graph import Graph, Op, RegionGraph, Value
-from actmem.planning import Fates, resolve
-from actmem.planning.fates import SAVED
+from actmem.planning import Fates
+from actmem.planning.fates import SAVED, fates_under
 from actmem.planning.plan import INPUT_PATH, RuleSet
 from actmem.runtime.engine import RuleSource
 
@@ -93,7 +93,7 @@ def _explain_group(
     rules = RuleSet(source.rules(layers[0], graph))
     rules.meet([INPUT_PATH, *(op.path for op in graph.ops)])
     idle = tuple(rule.pattern for rule in rules.rules if rule not in rules.matched)
-    fates = resolve(graph, rules.action_of, min_swap_bytes=min_swap_bytes)
+    fates = fates_under(graph, rules, min_swap_bytes=min_swap_bytes)
     return Explanation(kind, layers, source.name, explain(fates), idle)
 
 

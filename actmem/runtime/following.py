@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from actmem._compat import raw_call, storage_id
+from actmem.graph import COMMUNICATION
 from actmem.planning import Action
 from actmem.planning.plan import RuleSet
 from actmem.runtime.kinds import kind_of
@@ -26,6 +27,7 @@ from actmem.runtime.learning import (
     DETACH,
     EDIT,
     RECORD,
+    RECORD_COLLECTIVE,
     RECORD_UNLESS_RANDOM,
     RECORD_VIEW,
     SKIP,
@@ -68,7 +70,7 @@ class ScriptedTape(Tape):
             self.order_outputs(out, self._script.source_orders[position])
             return out
         plain = step != RECORD_UNLESS_RANDOM and torch.is_grad_enabled() and not types
-        if plain or not self._must_keep(func, types, args, kwargs):
+        if plain or step == RECORD_COLLECTIVE or not self._must_keep(func, types, args, kwargs):
             self.record(
                 self._calls[position],
                 self._script.paths[position],
@@ -168,11 +170,11 @@ class StreamingTape(Tape):
             recorded = self.has_recorded(args[0])
         else:
             recorded = action is Action.RECOMPUTE and not self._reads_volatile(args, kwargs)
-        if (recorded or action is Action.SWAP) and reason_to_keep(kind, types, args, kwargs) is None:
-            if recorded:
-                self.record(raw_call(func), path, args, kwargs, out, shares_version=kind.shares_version)
-            elif not kind.view:
-                self.order_outputs(out, SwapOrder(path, self._rules.tier_of(path)))
+        kept = reason_to_keep(kind, types, args, kwargs)
+        if recorded and (kept is None or (kept == COMMUNICATION and self._rules.communicates_again(path))):
+            self.record(raw_call(func), path, args, kwargs, out, shares_version=kind.shares_version)
+        elif action is Action.SWAP and kept is None and not kind.view:
+            self.order_outputs(out, SwapOrder(path, self._rules.tier_of(path)))
         return out
 
     def observe_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from actmem._compat import OpOverload, async_collective_types, flop_registry, is_fake
+from actmem.graph import COMMUNICATION
 
 EDITED = "edited in place"
 RANDOM = "random"
@@ -18,7 +19,6 @@ INTEGER = "integer or bool"
 UNINITIALISED = "uninitialised memory"
 OPAQUE = "opaque autograd.Function"
 SUBCLASS = "unregistered tensor subclass"
-COMMUNICATION = "communication"
 SPARSE = "sparse layout"
 UNSEEN = "reached without an op"
 VOLATILE = "made from a buffer that the region edits"
@@ -165,11 +165,11 @@ def register_subclass(subclass: type[torch.Tensor]) -> None:
 
 def are_replayable_types(types: tuple[type, ...]) -> bool:
     """Whether every tensor subclass among the operands may be replayed."""
-    return all(is_fake(each) or each in _registered_subclasses or each in _distributed_types() for each in types)
+    return all(is_fake(each) or each in _registered_subclasses or each in distributed_types() for each in types)
 
 
 @cache
-def _distributed_types() -> frozenset[type]:
+def distributed_types() -> frozenset[type]:
     if not torch.distributed.is_available():
         return frozenset()
     from torch.distributed.tensor import DTensor

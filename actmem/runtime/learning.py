@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from actmem._compat import OpOverload, flop_registry, raw_call, storage_bytes, storage_id
-from actmem.graph import Op, RegionGraph, Storage, Value
+from actmem.graph import COMMUNICATION, Op, RegionGraph, Storage, Value
 from actmem.graph.region import StorageKind
 from actmem.planning import Fates
 from actmem.planning.fates import path_of_storage
@@ -61,11 +61,16 @@ class Script:
     input_order: SwapOrder | None
 
 
-SKIP, RECORD, RECORD_VIEW, RECORD_UNLESS_RANDOM, EDIT, SWAP_SOURCE = range(6)
+SKIP, RECORD, RECORD_VIEW, RECORD_UNLESS_RANDOM, RECORD_COLLECTIVE, EDIT, SWAP_SOURCE = range(7)
 
 DETACH = torch.ops.aten.detach.default
 """Torch detaches some results when somebody else refers to them, as a learning tape does. So detaches have no place in
 a script: they go on the tape exactly when what they detach is there."""
+
+
+def between_faces(tensor: Tensor) -> Tensor:
+    """Stands for an op that no dispatch mode sees, between two faces of a value; it has no place in a script either."""
+    return tensor
 
 
 class LearningTape(Tape):
@@ -118,7 +123,7 @@ class LearningTape(Tape):
         """Note a call that has just run: in the graph always, on the tape if it may be replayed."""
         path = self.scope.path_of(kind.name)
         tensors = tensors_in(out if isinstance(out, (list, tuple)) else (out,))
-        if kept is None and tensors:
+        if kept in (None, COMMUNICATION) and tensors:
             self.record(raw_call(func), path, args, kwargs, out, shares_version=kind.shares_version)
         version = version_of(args[0]) if kind.shares_version else 0
         outputs = [self._add_output(each, kept, version) for each in tensors]
@@ -172,7 +177,7 @@ class LearningTape(Tape):
         sources = {graph.creators[index]: index for index in self._never_packed(orders) if index in graph.creators}
         for position in sources:
             steps[position] = SWAP_SOURCE
-        kept = [position for position, func in enumerate(self._funcs) if func is not DETACH]
+        kept = [position for position, func in enumerate(self._funcs) if func not in (DETACH, between_faces)]
         return Script(
             funcs=(*(self._funcs[position] for position in kept), None),
             calls=tuple(raw_call(self._funcs[position]) for position in kept),
@@ -247,11 +252,26 @@ class LearningTape(Tape):
         elif index is not None and self._seen_as[index] != _state_of(tensor):
             self._note_unseen_edit(index)
             index = None
+        if index is None and self._other_face(tensor) is not None:
+            return self._indices[id(tensor)]
         if index is None:
             owned = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
             owned = owned or storage_id(tensor) in self._owned
             index = self._add_value(tensor, "parameter" if owned else "input", None, producer=None)
         return index
+
+    def _record_face(self, call: Callable[..., Any], known: TapeValue, tensor: Tensor) -> TapeValue | None:
+        """Note it in the graph as well, as a view of what is known."""
+        origin = known.origin()
+        value = super()._record_face(call, known, tensor)
+        if value is not None and origin is not None:
+            before = self._index_of(origin)
+            index = self._add_value(tensor, "op", None, producer=len(self._ops))
+            self._ops.append(Op(known.op.path if known.op else "", "face", (before,), (index,), True, False, 0, 0))
+            self._funcs.append(between_faces)
+            self._steps.append(SKIP)
+            self._made[index] = value
+        return value
 
     def _new_storage(self, tensor: Tensor, kind: StorageKind, kept: str | None) -> Storage:
         constant = kind == "input" and not tensor.requires_grad
@@ -310,6 +330,8 @@ def _recording_step(func: Any) -> int:
     kind = kind_of(func)
     if kind.dropout is not None:
         return RECORD_UNLESS_RANDOM
+    if kind.kept == COMMUNICATION:
+        return RECORD_COLLECTIVE
     return RECORD_VIEW if kind.shares_version else RECORD
 
 

@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from actmem._compat import is_compiler_watching
 from actmem.errors import ApplyError
 from actmem.graph import RegionGraph
-from actmem.planning import Action, resolve
+from actmem.planning import Action
+from actmem.planning.fates import fates_under
 from actmem.planning.plan import INPUT_PATH, RuleSet
 from actmem.runtime.engine import Engine
 from actmem.runtime.following import ScriptedTape, StreamingTape
@@ -140,7 +141,7 @@ class PlannedRegion:
             rules = RuleSet(self._engine.source.rules(self._stats.layer, graph))
             rules.meet(op.path for op in graph.ops)
             rules.meet([INPUT_PATH])
-            fates = resolve(graph, rules.action_of, min_swap_bytes=self._engine.min_swap_bytes)
+            fates = fates_under(graph, rules, min_swap_bytes=self._engine.min_swap_bytes)
             script = tape.settle(fates, rules)
         finally:
             tape.forget()

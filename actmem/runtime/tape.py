@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from actmem._compat import DispatchMode, dispatch_off, is_fake, storage_bytes, storage_id
 from actmem.runtime.digest import Digest, digest_of
+from actmem.runtime.faces import inner_of, wrapping
 from actmem.runtime.kinds import Kind
 from actmem.runtime.swap.storage import SwapOrder, SwappedView
 from actmem.runtime.swap.swapper import CallSwaps
@@ -146,13 +147,14 @@ class Tape(DispatchMode):
         self.num_packed = 0
         self.orders: dict[int, SwapOrder] = {}
         self._known: dict[int, Value] = {}
+        self._inside: dict[int, Value] = {}
         self._raw: list[Value | Handle] = []
         self._swapped: list[Value] = []
 
     def pack(self, tensor: Tensor) -> Handle:
         """Autograd's pack hook: let a recomputable tensor go, send a swapped one away, hold any other."""
         index, self.num_packed = self.num_packed, self.num_packed + 1
-        value = self._value_of(tensor)
+        value = self._value_of(tensor) or self._other_face(tensor)
         if value is None or value.op is None:
             if (value is None or value.swapped is None) and (order := self.order_of(index, tensor)) is not None:
                 value = self._swap(tensor, value, order)
@@ -215,6 +217,7 @@ class Tape(DispatchMode):
             if value.swapped is not None:
                 value.swapped.storage.uses += value.uses
         self._known.clear()
+        self._inside.clear()
         self._raw.clear()
         self._swapped.clear()
 
@@ -262,7 +265,7 @@ class Tape(DispatchMode):
         frozen, inputs = op.args, op.inputs
         for arg in args:  # as _operand does, without a call for each: this is the hottest loop there is
             if isinstance(arg, Tensor):
-                value = self._value_of(arg) or self._source(arg)
+                value = self._value_of(arg) or self._other_face(arg) or self._source(arg)
                 value.uses += 1
                 inputs.append(value)
                 frozen.append(value)
@@ -278,7 +281,7 @@ class Tape(DispatchMode):
 
     def has_recorded(self, operand: Any) -> bool:
         """Whether an op on the tape made this tensor."""
-        value = self._value_of(operand)
+        value = self._value_of(operand) or self._other_face(operand)
         return value is not None and value.op is not None
 
     def run_edit(self, func: Callable[..., Any], kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -306,7 +309,7 @@ class Tape(DispatchMode):
 
     def _operand(self, arg: Any, op: Op) -> Any:
         if isinstance(arg, Tensor):
-            value = self._value_of(arg) or self._source(arg)
+            value = self._value_of(arg) or self._other_face(arg) or self._source(arg)
             value.uses += 1
             op.inputs.append(value)
             return value
@@ -318,7 +321,32 @@ class Tape(DispatchMode):
         if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or tensor.layout is not torch.strided:
             return None
         value = self._known[id(tensor)] = Value(op, tensor, version)
+        if type(tensor) is not Tensor and (inner := inner_of(tensor)) is not None:
+            self._inside[id(inner)] = value
         return weakref.ref(value)
+
+    def _other_face(self, tensor: Tensor) -> Value | None:
+        """The value of a tensor that is around, or inside, one that the tape can make: made by an op of ours."""
+        if type(tensor) is Tensor:
+            around = self._inside.get(id(tensor)) if self._inside else None
+            wrapper = None if around is None else around.origin()
+            if around is None or wrapper is None or inner_of(wrapper) is not tensor:
+                return None
+            return self._record_face(inner_of, around, tensor)
+        inner = inner_of(tensor)
+        inside = None if inner is None else self._value_of(inner) or self._other_face(inner)
+        return None if inside is None else self._record_face(wrapping(tensor), inside, tensor)
+
+    def _record_face(self, call: Callable[..., Any], known: Value, tensor: Tensor) -> Value | None:
+        if known.op is None:
+            return None
+        op = Op(call, known.op.path, self.call)
+        op.args, op.inputs = [known], [known]
+        known.uses += 1
+        output = self._output(op, tensor, tensor._version)
+        value = None if output is None else output()
+        op.outputs = output
+        return value
 
     def _value_of(self, tensor: Tensor) -> Value | None:
         """The value that a tensor still is: nobody has edited it since unseen, or put other memory behind it."""

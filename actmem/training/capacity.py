@@ -9,8 +9,7 @@ import torch
 from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.errors import ApplyError, ConfigError, Fault
 from actmem.graph import Graph
-from actmem.planning import resolve
-from actmem.planning.fates import path_of_storage
+from actmem.planning.fates import fates_under, path_of_storage
 from actmem.planning.plan import RuleSet, Tier
 from actmem.runtime.engine import RuleSource
 from actmem.runtime.swap.building import disk_directory, disk_limit, host_limit, usual_tiers
@@ -50,7 +49,7 @@ def swapped_bytes(graph: Graph, source: RuleSource, memory: MemoryConfig, device
     for layer, name in enumerate(graph.layers):
         region = graph.of_layer(name)
         rules = RuleSet(source.rules(layer, region))
-        for storage in resolve(region, rules.action_of, min_swap_bytes=memory.min_swap_bytes).swapped:
+        for storage in fates_under(region, rules, min_swap_bytes=memory.min_swap_bytes).swapped:
             tier = rules.tier_of(path_of_storage(region, storage))
             tiers = usual if tier is None else (tier,)
             need[tiers] = need.get(tiers, 0) + region.storages[storage].num_bytes + 2 * BLOCK
