@@ -34,6 +34,7 @@ __all__ = [
     "dtensor_functions",
     "flop_registry",
     "give_back_free_memory",
+    "inside",
     "is_compiled",
     "is_compiler_watching",
     "is_fake",
@@ -42,6 +43,7 @@ __all__ = [
     "storage_bytes",
     "storage_id",
     "storage_reference",
+    "wrapping",
 ]
 
 dispatch_off = torch._C._DisableTorchDispatch
@@ -105,6 +107,20 @@ def local_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
             break
         tensor = inner
     return tensor.untyped_storage()
+
+
+def inside(tensor: Any) -> torch.Tensor | None:
+    """The tensor inside a DTensor or inside a collective's result that nobody has waited for yet."""
+    inner: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    return getattr(tensor, "elem", None) if inner is None else inner
+
+
+def wrapping(like: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that puts another tensor inside such a subclass, as one is inside `like`."""
+    kind, spec = type(like), getattr(like, "_spec", None)
+    if spec is None:
+        return lambda inner: kind(inner)
+    return lambda inner: kind(inner, spec, requires_grad=False)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from actmem.planning.plan import INPUT_PATH, Action, RuleSet
 SAVED = "saved"
 INPUT = "input"
 SMALL = "below min_swap_bytes"
+_REARRANGING = {"cat", "clone"}
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,16 @@ def path_of_storage(graph: RegionGraph, index: int) -> str:
     return INPUT_PATH if graph.storages[index].kind == "input" else graph.ops[graph.creators[index]].path
 
 
+def _is_rearranged(graph: RegionGraph, index: int, communicates_again: Callable[[str], bool]) -> bool:
+    """Whether a storage holds nothing but what collectives that are issued again have made, put in another order: what
+    is gathered along a later dimension than the first comes in parts that are joined."""
+    creator = graph.ops[graph.creators[index]]
+    read = {graph.values[value].storage for value in creator.inputs}
+    return creator.name in _REARRANGING and all(
+        graph.storages[each].kept == COMMUNICATION and communicates_again(path_of_storage(graph, each)) for each in read
+    )
+
+
 def _is_swapped(graph: RegionGraph, index: int, action_of: Callable[[str], Action], min_bytes: int) -> bool:
     storage = graph.storages[index]
     if storage.kept is not None or storage.edited or storage.constant or storage.num_bytes < max(min_bytes, 1):
@@ -127,7 +138,7 @@ def _reason_to_hold(
     if storage.kept is not None:
         again = storage.kept == COMMUNICATION and communicates_again(path_of_storage(graph, index))
         return None if again else storage.kept
-    if storage.edited:
+    if storage.edited or _is_rearranged(graph, index, communicates_again):
         return None
     action = action_of(path_of_storage(graph, index))
     return SAVED if action is Action.SAVE else SMALL if action is Action.SWAP else None

@@ -22,7 +22,7 @@ from actmem._compat import raw_call, storage_id
 from actmem.graph import COMMUNICATION
 from actmem.planning import Action
 from actmem.planning.plan import RuleSet
-from actmem.runtime.kinds import kind_of
+from actmem.runtime.kinds import kind_of, replay_call
 from actmem.runtime.learning import (
     DETACH,
     EDIT,
@@ -72,7 +72,7 @@ class ScriptedTape(Tape):
         plain = step != RECORD_UNLESS_RANDOM and torch.is_grad_enabled() and not types
         if plain or step == RECORD_COLLECTIVE or not self._must_keep(func, types, args, kwargs):
             self.record(
-                self._calls[position],
+                replay_call(func, kind_of(func)) if step == RECORD_COLLECTIVE else self._calls[position],
                 self._script.paths[position],
                 args,
                 kwargs,
@@ -172,7 +172,7 @@ class StreamingTape(Tape):
             recorded = action is Action.RECOMPUTE and not self._reads_volatile(args, kwargs)
         kept = reason_to_keep(kind, types, args, kwargs)
         if recorded and (kept is None or (kept == COMMUNICATION and self._rules.communicates_again(path))):
-            self.record(raw_call(func), path, args, kwargs, out, shares_version=kind.shares_version)
+            self.record(replay_call(func, kind), path, args, kwargs, out, shares_version=kind.shares_version)
         elif action is Action.SWAP and kept is None and not kind.view:
             self.order_outputs(out, SwapOrder(path, self._rules.tier_of(path)))
         return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmem._compat import OpOverload, async_collective_types, flop_registry, is_fake
+from actmem._compat import OpOverload, async_collective_types, flop_registry, is_fake, raw_call
 from actmem.graph import COMMUNICATION
 
 EDITED = "edited in place"
@@ -60,7 +62,7 @@ _UNORDERED_ON_ACCELERATOR = {
     "aten::scatter_add",
     "aten::scatter_reduce",
 }
-_COMMUNICATION_NAMESPACES = {"_c10d_functional", "c10d_functional", "c10d", "_dtensor"}
+_COMMUNICATION_NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor"}
 _BUILT_IN_NAMESPACES = {"aten", "prims", "prim", *_COMMUNICATION_NAMESPACES}
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -125,6 +127,18 @@ def kind_of(func: OpOverload) -> Kind:
         counts_edits=not name.startswith(_UNCOUNTED_EDITS),
         shares_version=view and qualified not in _UNDECLARED_VIEWS,
     )
+
+
+def replay_call(func: Any, kind: Kind) -> Callable[..., Any]:
+    """What runs an op again. A collective has only begun when its op returns; a replay waits for it."""
+    call = raw_call(func)
+    return functools.partial(_issue_and_wait, call) if kind.kept == COMMUNICATION else call
+
+
+def _issue_and_wait(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    out = call(*args, **kwargs)
+    wait = torch.ops._c10d_functional.wait_tensor
+    return [wait(each) for each in out] if isinstance(out, (list, tuple)) else wait(out)
 
 
 def replayable_function(name: str) -> Kind:

@@ -34,6 +34,7 @@ from actmem.runtime.kinds import (
     Kind,
     are_replayable_types,
     kind_of,
+    replay_call,
     replayable_function,
 )
 from actmem.runtime.scope import Scope
@@ -124,7 +125,7 @@ class LearningTape(Tape):
         path = self.scope.path_of(kind.name)
         tensors = tensors_in(out if isinstance(out, (list, tuple)) else (out,))
         if kept in (None, COMMUNICATION) and tensors:
-            self.record(raw_call(func), path, args, kwargs, out, shares_version=kind.shares_version)
+            self.record(replay_call(func, kind), path, args, kwargs, out, shares_version=kind.shares_version)
         version = version_of(args[0]) if kind.shares_version else 0
         outputs = [self._add_output(each, kept, version) for each in tensors]
         self._add_op(kind, path, inputs, outputs, _flops(func, kind, args, kwargs, out))

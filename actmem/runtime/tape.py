@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from actmem._compat import DispatchMode, dispatch_off, is_fake, storage_bytes, storage_id
+from actmem._compat import DispatchMode, dispatch_off, is_fake, storage_bytes, storage_id, wrapping
 from actmem.runtime.digest import Digest, digest_of
-from actmem.runtime.faces import inner_of, wrapping
+from actmem.runtime.faces import inner_of
 from actmem.runtime.kinds import Kind
 from actmem.runtime.swap.storage import SwapOrder, SwappedView
 from actmem.runtime.swap.swapper import CallSwaps

@@ -27,13 +27,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actmem import Action, Plan, Rule
 from actmem.runtime import apply
 
 WORLD_SIZE = 2
@@ -101,7 +104,42 @@ def tensor_parallel_between_modules(model: nn.Module) -> nn.Module:
     return model
 
 
+def sequence_parallel(model: nn.Module) -> nn.Module:
+    """Attention and feed-forward part are given shards of the sequence, which they gather, and return shards."""
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    to_shards = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+    for layer in model.model.layers:
+        plan = {
+            "input_layernorm": to_shards,
+            "self_attn": PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            ),
+            "self_attn.q_proj": ColwiseParallel(),
+            "self_attn.k_proj": ColwiseParallel(),
+            "self_attn.v_proj": ColwiseParallel(),
+            "self_attn.o_proj": RowwiseParallel(),
+            "post_attention_layernorm": to_shards,
+            "mlp": PrepareModuleInputOutput(
+                input_layouts=(Shard(1),),
+                desired_input_layouts=(Replicate(),),
+                output_layouts=(Shard(1),),
+                desired_output_layouts=(Replicate(),),
+            ),
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
 FEW = ("full", "selective")
+GATHER_AGAIN = Rule(".*all_gather", Action.RECOMPUTE, reach="communication")
+AGAIN = {
+    "gather-again": Plan("gather-again", (GATHER_AGAIN,)),
+    "all-and-gather-again": Plan("all-and-gather-again", (Rule(".*", Action.RECOMPUTE), GATHER_AGAIN)),
+}
 CASES: dict[Wrap, tuple[str, ...]] = {
     data_parallel: POLICIES,
     data_parallel_static_graph: FEW,
@@ -110,6 +148,7 @@ CASES: dict[Wrap, tuple[str, ...]] = {
     sharded_and_kept: FEW,
     tensor_parallel: POLICIES,
     tensor_parallel_between_modules: FEW,
+    sequence_parallel: FEW,
 }
 
 
@@ -119,11 +158,13 @@ class CollectiveCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, int] = {}
+        self.order: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if name.startswith(("c10d", "_c10d_functional")) and "wait_tensor" not in name:
             self.counts[name] = self.counts.get(name, 0) + 1
+            self.order.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -131,20 +172,23 @@ def whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in gradients.items()}
 
 
-def steps_of(wrap: Wrap, policy: str | None, rank: int) -> tuple[list[Step], list[dict[str, int]], dict[str, Any]]:
+def steps_of(
+    wrap: Wrap, policy: str | Plan | None, rank: int
+) -> tuple[list[Step], list[dict[str, int]], dict[str, Any]]:
     model = wrap(tiny_qwen3())
     applied = apply(model, policy, memory={"verify": "always"}) if policy is not None else None
-    steps, counts = [], []
+    steps, counts, order = [], [], []
     for number in range(2):
         model.zero_grad(set_to_none=True)
         with CollectiveCounter() as below, CommDebugMode() as above:
             loss = language_loss(token_batch(2 * number + rank))(model)
             loss.backward()
+        order.append(below.order)
         counts.append(below.counts | {str(op): count for op, count in above.get_comm_counts().items()})
         steps.append(Step(loss.detach().clone(), whole(gradients_of(model))))
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = {"order": order}
     if applied is not None:
-        facts = {
+        facts |= {
             "dropped": applied.stats.dropped_bytes,
             "replayed": applied.stats.num_replayed_ops,
             "held": applied.stats.regions[0].held_bytes_by_reason,
@@ -181,6 +225,8 @@ def work(rank: int, port: int, directory: str) -> None:
     for wrap, policies in CASES.items():
         for policy in (None, *policies):
             save(steps_of, directory, f"{wrap.__name__}-{policy}-{rank}", wrap, policy, rank)
+    for name, plan in AGAIN.items():
+        save(steps_of, directory, f"sequence_parallel-{name}-{rank}", sequence_parallel, plan, rank)
     for policy in (None, *FEW):
         save(accumulate_without_sync, directory, f"accumulation-{policy}-{rank}", policy, rank)
     distributed.destroy_process_group()
@@ -271,3 +317,39 @@ def test_invariant_09_what_was_communicated_is_kept(results: Callable[[str], Any
     """A replay must not call the other ranks unless a plan asks for it."""
     _, _, facts = results("tensor_parallel-full-0")
     assert facts["held"]["communication"] > 0
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_collectives_that_a_plan_names_are_issued_once_more(results: Callable[[str], Any], name: str) -> None:
+    """The two that gather what attention and the feed-forward part read, in each of two layers; and none besides."""
+    gather = "_c10d_functional.all_gather_into_tensor.default"
+    orders = []
+    for rank in range(WORLD_SIZE):
+        expected, expected_counts, _ = results(f"sequence_parallel-None-{rank}")
+        steps, counts, facts = results(f"sequence_parallel-{name}-{rank}")
+        assert_same_steps(steps, expected, f"rank {rank}")
+        for mine, theirs in zip(counts, expected_counts, strict=True):
+            more = {op: count - theirs[op] for op, count in mine.items()}
+            assert {op for op, count in more.items() if count} == {gather, "c10d_functional.all_gather_into_tensor"}
+            assert more[gather] == 4
+        orders.append(facts["order"])
+    assert orders[0] == orders[1]
+
+
+def test_what_is_gathered_is_held_unless_a_plan_says_otherwise(results: Callable[[str], Any]) -> None:
+    _, _, held = results("sequence_parallel-full-0")
+    _, _, gathered_again = results("sequence_parallel-all-and-gather-again-0")
+    _, _, unplanned = results("sequence_parallel-selective-0")
+    _, _, only_gathered_again = results("sequence_parallel-gather-again-0")
+    hidden_bytes = 2 * 16 * 32 * 4
+    assert held["held"]["communication"] - gathered_again["held"]["communication"] == 2 * hidden_bytes
+    assert only_gathered_again["dropped"] == 2 * hidden_bytes
+    assert "communication" not in unplanned["held"]
+
+
+@pytest.mark.parametrize("wrap", [tensor_parallel, tensor_parallel_between_modules, sequence_parallel])
+def test_invariant_09_distributed_tensors_are_recomputed_like_any_other(
+    results: Callable[[str], Any], wrap: Wrap
+) -> None:
+    _, _, facts = results(f"{wrap.__name__}-full-0")
+    assert set(facts["held"]) <= {"input", "communication"}
