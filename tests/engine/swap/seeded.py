@@ -1,8 +1,8 @@
-"""Copies whose order is drawn from a seed: they stand in for threads and streams, and run late, out of order, or not.
+"""Copies whose order is drawn from a seed: they stand in for threads and streams, and run late or out of order.
 
-`SeededExecutor` does a thread pool's work and `SeededEngine` a device's copies, both on the thread that asks, at moments
-that a `Schedule` picks: some time later, or when somebody waits. Whatever may go wrong between threads or streams then
-goes wrong here, and again with the same seed.
+`SeededExecutor` does a thread pool's work and `SeededEngine` a device's copies, both on the thread that asks, at
+moments that a `Schedule` picks: some time later, or when somebody waits. Whatever may go wrong between threads or
+streams then goes wrong here, and again with the same seed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Schedule:
 
     def run_all(self) -> None:
         """Do all that is pending."""
-        while any([run_one() for run_one in self._runners]):
+        while sum(run_one() for run_one in self._runners):
             pass
 
 
@@ -128,7 +128,7 @@ class SeededExecutor:
         assert work is not None and future.set_running_or_notify_cancel()
         try:
             result = work(*arguments)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - a future hands on whatever it was
             del arguments
             future.set_exception(error)
         else:
@@ -273,9 +273,7 @@ def seeded_tier(
     """A ``disk``, ``host`` or ``staged`` tier whose copies run as the schedule says."""
     if kind == "host":
         return HostTier(SeededEngine(schedule), SlabPool(limit, pinned=False), counters)
-    disk = DiskTier(
-        directory, limit, counters, writer=SeededExecutor(schedule), reader=SeededExecutor(schedule)
-    )
+    disk = DiskTier(directory, limit, counters, writer=SeededExecutor(schedule), reader=SeededExecutor(schedule))
     if kind == "disk":
         return disk
     staged = StagedTier(SeededEngine(schedule), disk, pinned=False)

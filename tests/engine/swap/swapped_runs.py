@@ -34,11 +34,12 @@ from actmem.runtime.swap.swapper import Swapper
 
 SAVE, RECOMPUTE, SWAP = Action.SAVE, Action.RECOMPUTE, Action.SWAP
 EVERYTHING = Plan("everything", (Rule(".*", SWAP),))
+INPUTS = Plan("inputs swapped", (Rule(".*", RECOMPUTE), Rule("input", SWAP)))
 PLANS: dict[str, Plan | str] = {
     "attention-swap": "attention-swap",
     "layer-swap": "layer-swap",
     "mixed": Plan("mixed", (Rule(r"self_attn\..*", SWAP), Rule(r"mlp\..*", RECOMPUTE))),
-    "full, inputs swapped": Plan("full", (Rule(".*", RECOMPUTE), Rule("input", SWAP))),
+    "full, inputs swapped": INPUTS,
 }
 
 
@@ -168,6 +169,15 @@ def passes_its_input_on(block: Any, hidden: Tensor) -> Tensor:
     return hidden + block.linear(hidden.sin()) * hidden
 
 
+def input_edited_after_use(block: Any, hidden: Tensor) -> Tensor:
+    """What autograd saved here belongs to a result that the loss does not need, so the edit is allowed."""
+    aside = hidden.sin()
+    shifted = hidden + 1
+    hidden.mul_(0.5)
+    assert aside.requires_grad
+    return shifted.sin() + block.linear(hidden)
+
+
 HABITS = (
     views,
     one_storage_many_readers,
@@ -196,10 +206,13 @@ def small_stack(habit: str) -> nn.Module:
     """Two or three regions of this habit."""
     if habit == "shared_input":
         return SharedInput(*[FunctionBlock(passes_its_input_on, seed=seed) for seed in (1, 2, 3)])
+    if habit == "input_edited":
+        blocks = [passes_its_input_on, input_edited_after_use, input_edited_after_use]
+        return Stack(*[FunctionBlock(each, seed=seed) for seed, each in enumerate(blocks)])
     return two_blocks(next(each for each in HABITS if each.__name__ == habit))
 
 
-STACKS = (*[each.__name__ for each in HABITS], "shared_input")
+STACKS = (*[each.__name__ for each in HABITS], "shared_input", "input_edited")
 
 
 @cache
@@ -210,12 +223,12 @@ def stack_without_plan(habit: str, num_steps: int = 3) -> list[Step]:
 
 @cache
 def stack_paths(habit: str) -> list[str]:
-    """The paths of all ops of a stack's first region."""
+    """The paths of all ops of a stack's regions."""
     twin = copy.deepcopy(small_stack(habit))
     with apply(twin, "none", regions=block_names(twin)) as applied:
         twin(features(4, 8).requires_grad_())
         graphs = list(applied.graphs.values())
-    return list(dict.fromkeys(op.path for op in graphs[0].ops))
+    return list(dict.fromkeys(op.path for graph in graphs for op in graph.ops))
 
 
 NUM_BATCHES = 3
