@@ -231,13 +231,14 @@ def stack_paths(habit: str) -> list[str]:
     return list(dict.fromkeys(op.path for graph in graphs for op in graph.ops))
 
 
-NUM_BATCHES = 3
+NUM_BATCHES = 5
 
 
 @cache
 def tiny(family: str) -> nn.Module:
-    """A tiny model, not to be trained: take a copy."""
-    return tiny_qwen3(family, hidden_size=16, intermediate_size=16, head_dim=4)
+    """A tiny model, not to be trained: take a copy. Experts run one by one are many, so that not all are met."""
+    experts = {"num_experts": 8} if family == "eager" else {}
+    return tiny_qwen3(family, hidden_size=16, intermediate_size=16, head_dim=4, **experts)
 
 
 @cache
@@ -248,7 +249,7 @@ def tiny_without_plan(family: str) -> list[Step]:
 
 def tiny_steps(model: nn.Module) -> list[Step]:
     """Training steps on a few short batches."""
-    return language_steps(model, [token_batch(step, length=8) for step in range(NUM_BATCHES)])
+    return language_steps(model, [token_batch(step, length=4) for step in range(NUM_BATCHES)])
 
 
 @cache
@@ -256,7 +257,7 @@ def tiny_plan(family: str, name: str) -> Plan | str:
     """A plan by name."""
     if name != "selective, swapped":
         return PLANS[name]
-    return selective_swapped(tiny(family), None, lambda each: each(**token_batch(0, length=8)).loss.backward())
+    return selective_swapped(tiny(family), None, lambda each: each(**token_batch(0, length=4)).loss.backward())
 
 
 def gradients_after(model: nn.Module, step: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
