@@ -182,8 +182,8 @@ PLANS = {
 
 
 def compare(run: SwapChecks, twin: nn.Module, life: Callable[[nn.Module, int], Outcome]) -> None:
-    """Three rounds of a life with and without the plan."""
-    for number in range(3):
+    """Two rounds of a life with and without the plan, one that learns and one that follows."""
+    for number in range(2):
         outcomes = []
         for each in (run.model, twin):
             each.zero_grad(set_to_none=True)
@@ -199,7 +199,7 @@ def test_invariant_05_state_belongs_to_the_call(
 ) -> None:
     model = small_stack("passes_its_input_on" if life is double_backward else HABIT)
     num_out = 0
-    for seed, kind in enumerate(KINDS * 2):
+    for seed, kind in enumerate(KINDS):
         with seeded_plan(
             model, PLANS[plan], tmp_path, seed=seed, kinds=(kind,), regions=REGIONS, verify="always", prefetch=seed % 3
         ) as run:
@@ -456,12 +456,13 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.parametrize(("kind", "num_steps"), [("disk", 500), ("host", 200), ("staged", 200)])
+@pytest.mark.parametrize(("kind", "num_steps"), [("disk", 500), ("host", 100), ("staged", 100)])
 def test_invariant_10_many_steps_end_where_they_began(kind: str, num_steps: int, tmp_path: Path) -> None:
     gc.collect()
     gc.disable()
     try:
-        with seeded_plan(small_stack(HABIT), EVERYTHING, tmp_path, kinds=(kind,), regions=REGIONS) as run:
+        model = Stack(FunctionBlock(passes_its_input_on))
+        with seeded_plan(model, EVERYTHING, tmp_path, kinds=(kind,), regions=["blocks.0"]) as run:
             floors = []
             for step in range(num_steps):
                 run.model(inputs_of(step % 4)).sum().backward()
@@ -487,12 +488,12 @@ def test_invariant_10_real_threads_and_file_do_not_grow(tmp_path: Path) -> None:
     try:
         floors = []
         with applied:
-            for step in range(150):
+            for step in range(100):
                 planned(inputs_of(step % 4)).sum().backward()
                 planned.zero_grad(set_to_none=True)
-                if step == 50:
+                if step == 30:
                     tracemalloc.start()
-                if step % 50 == 49:
+                if step % 30 == 29:
                     floors.append((threading.active_count(), open_files()))
             current, _ = tracemalloc.get_traced_memory()
     finally:
