@@ -31,9 +31,10 @@ class Range:
 class RangeAllocator:
     """Hands out ranges of a space that `grow(start, num_bytes)` lengthens; `limit` bounds it (``None``: nothing does).
 
-    The space grows by powers of two between `min_slab` and `max_slab`, both powers of two. `grow` may raise `OSError`
-    or `RuntimeError` where there is no more; then `allocate` raises it and nothing has changed. Safe to use from
-    several threads, and `free` also from a finalizer that the garbage collector runs in the middle of `allocate`.
+    The space grows by multiples of powers of two between `min_slab` and `max_slab`, and last by what the limit leaves.
+    `grow` may raise `OSError` or `RuntimeError` where there is no more; then `allocate` raises it and nothing has
+    changed. Safe to use from several threads, and `free` also from a finalizer that the garbage collector runs in the
+    middle of `allocate`.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class RangeAllocator:
             slab *= 2
         growth = -(-missing // slab) * slab
         if self._limit is not None and self.reserved_bytes + growth > self._limit:
-            growth = -(-missing // self._min_slab) * self._min_slab
-            if self.reserved_bytes + growth > self._limit:
+            growth = (self._limit - self.reserved_bytes) // self._granularity * self._granularity
+            if growth < missing:
                 return False
         self._grow_space(self.reserved_bytes, growth)
         self._put(Range(self.reserved_bytes, growth))

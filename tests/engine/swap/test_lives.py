@@ -360,6 +360,25 @@ def test_nothing_is_here_after_its_last_use(habit: str, plan: str, kind: str, tm
                 assert [(each.path, each.done, each.uses) for each in here] == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("habit", [each.__name__ for each in HABITS])
+def test_memory_of_what_is_away_is_free(habit: str, kind: str, tmp_path: Path) -> None:
+    """No handle, view or source keeps the first memory of a storage once it has left, whether learned or known."""
+    model = small_stack(habit)
+    with seeded_plan(model, EVERYTHING, tmp_path, kinds=(kind,), laziness=0.0, regions=REGIONS) as run:
+        for _ in range(3):
+            inputs = inputs_of(0)
+            loss = run.model(inputs).sum()
+            run.schedule.run_all()
+            run.swapper.begin_call("nothing")
+            run.swapper.begin_call("nothing")
+            away = [each for each in alive_storages(run) if each.has_copy]
+            assert away and all(each.data is None for each in away)
+            held = [each for each in away if not each.reference.expired()]  # type: ignore[attr-defined]
+            assert [each.path for each in held if each.identity != inputs.untyped_storage()._cdata] == []
+            loss.backward()
+
+
 def test_nothing_is_here_after_its_last_use_where_experts_run_one_by_one(tmp_path: Path) -> None:
     plan = Plan("mixed", (Rule(".*", RECOMPUTE), Rule(r".*mm.*|input", SWAP)))
     with seeded_plan(tiny("eager"), plan, tmp_path, laziness=0.0) as run:
