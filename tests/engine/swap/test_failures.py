@@ -58,7 +58,7 @@ def told(caught: list[warnings.WarningMessage]) -> list[str]:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_that_fails_loses_nothing_and_closes_the_tier(kind: str, number: int, tmp_path: Path) -> None:
-    for position in range(9):
+    for position in range(7):
         with (
             warnings.catch_warnings(record=True) as caught,
             seeded_plan(
@@ -127,7 +127,7 @@ def test_short_writes_and_reads_are_finished(step: int, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_read_that_fails_names_file_offset_and_op(kind: str, tmp_path: Path) -> None:
-    for position in range(6):
+    for position in range(4):
         with seeded_plan(
             small_stack(HABIT), EVERYTHING, tmp_path, seed=position, kinds=(kind,), regions=REGIONS
         ) as run:

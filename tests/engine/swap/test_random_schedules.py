@@ -34,7 +34,7 @@ from actmem.runtime.swap.swapper import Swapper
 SCALE = int(os.environ.get("ACTMEM_SCHEDULES", "1"))
 """How many times the usual number of schedules are tried."""
 
-NUM_STACK_SEEDS = 8 * SCALE
+NUM_STACK_SEEDS = 5 * SCALE
 NUM_MODEL_SEEDS = 2 * SCALE - 1
 
 # Small regions often leave a random rule nothing to do, and small limits leave no room; both are said.
@@ -106,7 +106,7 @@ def test_invariant_01_whole_models_in_any_order_of_copies(family: str, name: str
     assert num_out > 0 and bytes_in > 0 and num_overlapped > 0
 
 
-@pytest.mark.parametrize("name", [*PLANS, "selective, swapped"])
+@pytest.mark.parametrize("name", ["layer-swap", "mixed", "selective, swapped"])
 @pytest.mark.parametrize("family", ["dense", "eager"])
 def test_invariant_01_whole_models_with_real_threads_and_a_real_file(family: str, name: str, tmp_path: Path) -> None:
     planned, applied = planned_copy(tiny(family), tiny_plan(family, name), disk_path=str(tmp_path))
