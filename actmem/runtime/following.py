@@ -188,6 +188,9 @@ class StreamingTape(Tape):
 
     def close(self) -> None:
         """End the recording. Only ops that lead to a packed value will be replayed, so only they count as uses."""
+        for holder in self._raw:
+            if isinstance(holder, Value):
+                holder.uses = 0
         _recount_uses(self._packed)
         self._packed.clear()
         super().close()

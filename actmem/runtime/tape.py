@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from actmem._compat import DispatchMode, dispatch_off, is_fake, storage_bytes, storage_id, wrapping
+from actmem._compat import (
+    DispatchMode,
+    dispatch_off,
+    is_fake,
+    storage_bytes,
+    storage_id,
+    storage_reference,
+    wrapping,
+)
 from actmem.runtime.digest import Digest, digest_of
 from actmem.runtime.faces import inner_of
 from actmem.runtime.kinds import Kind
@@ -146,6 +154,7 @@ class Tape(DispatchMode):
         self.is_suspended = False
         self.num_packed = 0
         self.orders: dict[int, SwapOrder] = {}
+        self._ordered: list[object] = []  # keeps the ids in `orders` from going to other storages
         self._known: dict[int, Value] = {}
         self._inside: dict[int, Value] = {}
         self._raw: list[Value | Handle] = []
@@ -183,10 +192,11 @@ class Tape(DispatchMode):
         if self.call.swaps is None:
             return
         for tensor in out if isinstance(out, (list, tuple)) else (out,):
-            if not isinstance(tensor, Tensor) or not tensor.dtype.is_floating_point:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
                 continue
             if storage_bytes(tensor) >= self.call.swaps.swapper.min_swap_bytes:
                 self.orders[storage_id(tensor)] = order
+                self._ordered.append(storage_reference(tensor))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -224,6 +234,8 @@ class Tape(DispatchMode):
     def _swap_held(self, holder: Value | Handle, tensor: Tensor) -> bool:
         """Swap what a source or a handle holds, if its storage is to be swapped or has been already."""
         if self.call.swaps is None or holder.version != tensor._version:
+            return False
+        if isinstance(holder, Value) and not holder.uses:
             return False
         order = self.orders.get(storage_id(tensor)) if self.orders else None
         if order is None and (not self._swapped or self.call.swaps.swapper.find(tensor) is None):
@@ -299,13 +311,15 @@ class Tape(DispatchMode):
             origin = value.origin()
             if origin is None or storage_id(origin) in edited:
                 del self._known[key]
-                if value.swapped is not None and self.call.swaps is not None:
-                    self.call.swaps.swapper.keep_contents(value.swapped.storage)
-                    value.witness = None
-                elif origin is not None and value.op is None and value.uses and value.tensor is not None:
+                if origin is not None and value.op is None and value.uses and value.tensor is not None:
                     value.tensor = value.tensor.clone()
                     value.version = value.tensor._version
                     value.address = address_of(value.tensor)
+
+        for value in self._swapped:
+            if value.swapped is not None and value.swapped.storage.identity in edited and self.call.swaps is not None:
+                self.call.swaps.swapper.keep_contents(value.swapped.storage)
+                value.witness = None
 
     def _operand(self, arg: Any, op: Op) -> Any:
         if isinstance(arg, Tensor):

@@ -59,10 +59,14 @@ class DiskTier:
             self.file.grow, granularity=BLOCK, limit=limit, min_slab=_MIN_SLAB, max_slab=_MAX_SLAB
         )
 
-    def offload(self, data: Tensor, after: Mark | None = None) -> DiskCopy | None:
-        """Start writing `data`, which is complete once `after` has passed."""
-        ranges = self._ranges.allocate(_Blocks(data).num_bytes)
-        return None if ranges is None else DiskCopy(self, data, ranges, after)
+    def offload(self, data: Tensor) -> DiskCopy | None:
+        """Start writing `data`."""
+        ranges = self.reserve(data)
+        return None if ranges is None else DiskCopy(self, data, ranges)
+
+    def reserve(self, data: Tensor) -> tuple[Range, ...] | None:
+        """Room in the file for `data`, for a `DiskCopy`; ``None`` where there is too little."""
+        return self._ranges.allocate(_Blocks(data).num_bytes)
 
     def usage(self) -> RangeAllocator:
         """What of the file is in use."""
@@ -83,9 +87,9 @@ class _Blocks:
 
 
 class DiskCopy:
-    """One storage in the file."""
+    """One storage in the file, complete in `data` once `after` has passed."""
 
-    def __init__(self, tier: DiskTier, data: Tensor, ranges: tuple[Range, ...], after: Mark | None) -> None:
+    def __init__(self, tier: DiskTier, data: Tensor, ranges: tuple[Range, ...], after: Mark | None = None) -> None:
         self.tier = tier
         self.around = _Blocks(data)
         self.ranges = ranges

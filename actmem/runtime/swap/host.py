@@ -32,26 +32,30 @@ class SlabPool:
     """
 
     def __init__(self, limit: int | None, *, pinned: bool = True) -> None:
-        self._pinned = pinned
-        self._slabs: list[Tensor] = []
-        self._starts: list[int] = []
+        self._slabs = _Slabs(HostMemory(pinned=pinned))
         self._retiring: deque[tuple[Mark, tuple[Range, ...]]] = deque()
+        self._owed: list[Mark] = []  # what the next range may have to wait for
         whole = None if limit is None else limit // _MIN_SLAB * _MIN_SLAB
         self.ranges = RangeAllocator(
-            self._add_slabs, granularity=_GRANULARITY, limit=whole, min_slab=_MIN_SLAB, max_slab=_MAX_SLAB
+            self._slabs.add, granularity=_GRANULARITY, limit=whole, min_slab=_MIN_SLAB, max_slab=_MAX_SLAB
         )
+        self.memory_of = self._slabs.memory_of
 
     def allocate(self, num_bytes: int) -> tuple[tuple[Range, ...] | None, list[Mark]]:
         """Ranges of `num_bytes` in all, and what must have passed before they are written; ``None`` where the limit
         leaves too little."""
         while self._retiring and self._retiring[0][0].has_passed():
             self.ranges.free(self._retiring.popleft()[1])
-        marks: list[Mark] = []
         while self._retiring and self.ranges.free_bytes < num_bytes:
-            mark, ranges = self._retiring.popleft()
-            marks.append(mark)
-            self.ranges.free(ranges)
-        return self.ranges.allocate(num_bytes), marks
+            mark, freed = self._retiring.popleft()
+            self._owed.append(mark)
+            self.ranges.free(freed)
+        ranges = self.ranges.allocate(num_bytes)
+        if ranges is None:
+            return None, []
+        # Copies outward keep their order: whatever is written later comes after these marks too.
+        marks, self._owed = self._owed, []
+        return ranges, marks
 
     def free(self, ranges: tuple[Range, ...], mark: Mark | None) -> None:
         """Take ranges back, whose last copy ends at `mark`."""
@@ -59,6 +63,37 @@ class SlabPool:
             self.ranges.free(ranges)
         else:
             self._retiring.append((mark, ranges))
+
+
+class HostMemory:
+    """Memory of the host, pinned as long as that can be had."""
+
+    def __init__(self, *, pinned: bool = True) -> None:
+        self._pinned = pinned
+
+    def empty(self, size: int) -> Tensor:
+        """`size` bytes. Raises `RuntimeError`, as torch does, where the machine has no memory left."""
+        if self._pinned:
+            try:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._pinned = False
+                warnings.warn(
+                    f"host memory cannot be pinned any further ({first_line(error)}): swapping goes on with pageable "
+                    "memory, whose copies are slower and hold up the host; lower memory.host_limit, or raise the limit "
+                    "on locked memory (ulimit -l)",
+                    stacklevel=2,
+                )
+        return torch.empty(size, dtype=torch.uint8)
+
+
+class _Slabs:
+    """The pool's memory, one slab after the other."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self._slabs: list[Tensor] = []
+        self._starts: list[int] = []
 
     def memory_of(self, ranges: Sequence[Range], num_bytes: int) -> list[Tensor]:
         """The first `num_bytes` of `ranges`, as tensors of the slabs they lie in, one after the other."""
@@ -74,31 +109,17 @@ class SlabPool:
                 start += piece.numel()
         return pieces
 
-    def _add_slabs(self, start: int, num_bytes: int) -> None:
-        """Slabs are powers of two, so that torch's allocator wastes nothing."""
+    def add(self, start: int, num_bytes: int) -> None:
+        """Lengthen it from `start` on. Slabs are powers of two, so that torch's allocator wastes nothing."""
         slabs: list[Tensor] = []
         while num_bytes:
             size = min(1 << (num_bytes.bit_length() - 1), _MAX_SLAB)
-            slabs.append(self._new_slab(size))
+            slabs.append(self._memory.empty(size))
             num_bytes -= size
         for slab in slabs:
             self._slabs.append(slab)
             self._starts.append(start)
             start += slab.numel()
-
-    def _new_slab(self, size: int) -> Tensor:
-        if self._pinned:
-            try:
-                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                self._pinned = False
-                warnings.warn(
-                    f"host memory cannot be pinned any further ({_first_line(error)}): the swap pool goes on with "
-                    "pageable memory, whose copies are slower and hold up the host; lower memory.host_limit, or raise "
-                    "the limit on locked memory (ulimit -l)",
-                    stacklevel=2,
-                )
-        return torch.empty(size, dtype=torch.uint8)
 
 
 class HostTier:
@@ -118,7 +139,7 @@ class HostTier:
         try:
             ranges, marks = self.pool.allocate(data.numel())
         except RuntimeError as error:  # what torch raises where the machine has no memory left
-            raise OSError(f"no host memory: {_first_line(error)}") from error
+            raise OSError(f"no host memory: {first_line(error)}") from error
         return None if ranges is None else HostCopy(self, data, ranges, marks)
 
     def usage(self) -> RangeAllocator:
@@ -209,5 +230,6 @@ class HostReload:
             self._mark.wait()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What torch's error says, without the C++ stack that it may add."""
     return str(error).partition("\n")[0]

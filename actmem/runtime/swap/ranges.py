@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,9 +31,10 @@ class Range:
 class RangeAllocator:
     """Hands out ranges of a space that `grow(start, num_bytes)` lengthens; `limit` bounds it (``None``: nothing does).
 
-    The space grows by powers of two between `min_slab` and `max_slab`, both powers of two. `grow` may raise `OSError`
-    or `RuntimeError` where there is no more; then `allocate` raises it and nothing has changed. Safe to use from
-    several threads.
+    The space grows by multiples of powers of two between `min_slab` and `max_slab`, and last by what the limit leaves.
+    `grow` may raise `OSError` or `RuntimeError` where there is no more; then `allocate` raises it and nothing has
+    changed. Safe to use from several threads, and `free` also from a finalizer that the garbage collector runs in the
+    middle of `allocate`.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class RangeAllocator:
         self._max_slab = max_slab
         self._lock = threading.Lock()
         self._free: list[Range] = []  # by start, never touching one another
+        self._returned: deque[Sequence[Range]] = deque()  # freed, but not yet in `_free`
         self.reserved_bytes = 0
         self.used_bytes = 0
         self.high_water_bytes = 0
@@ -66,6 +69,7 @@ class RangeAllocator:
         """Ranges of `num_bytes` together, rounded up to the granularity; ``None`` where the limit leaves too little."""
         wanted = -(-num_bytes // self._granularity) * self._granularity
         with self._lock:
+            self._take_back()
             missing = wanted - self.free_bytes
             if missing > 0 and not self._grow_by(missing):
                 return None
@@ -77,8 +81,16 @@ class RangeAllocator:
 
     def free(self, ranges: Sequence[Range]) -> None:
         """Take ranges back that `allocate` gave out."""
-        with self._lock:
-            for each in ranges:
+        self._returned.append(ranges)
+        if self._lock.acquire(blocking=False):  # else whoever has the lock may be this very thread
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        while self._returned:
+            for each in self._returned.popleft():
                 self.used_bytes -= each.num_bytes
                 self._put(each)
 
@@ -88,8 +100,8 @@ class RangeAllocator:
             slab *= 2
         growth = -(-missing // slab) * slab
         if self._limit is not None and self.reserved_bytes + growth > self._limit:
-            growth = -(-missing // self._min_slab) * self._min_slab
-            if self.reserved_bytes + growth > self._limit:
+            growth = (self._limit - self.reserved_bytes) // self._granularity * self._granularity
+            if growth < missing:
                 return False
         self._grow_space(self.reserved_bytes, growth)
         self._put(Range(self.reserved_bytes, growth))

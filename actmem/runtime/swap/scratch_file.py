@@ -22,6 +22,7 @@ BLOCK = 4096
 _AT_ONCE = 2**30  # Linux moves at most 2 GiB - 4 KiB in one call
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = {"tmpfs", "ramfs"}
+_NOT_SUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class ScratchFile:
@@ -37,9 +38,13 @@ class ScratchFile:
 
     def grow(self, start: int, num_bytes: int) -> None:
         """Reserve `num_bytes` of disk from `start` on."""
-        if hasattr(os, "posix_fallocate"):
+        try:
             os.posix_fallocate(self._fd, start, num_bytes)
-        else:
+        except AttributeError:
+            os.ftruncate(self._fd, start + num_bytes)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
             os.ftruncate(self._fd, start + num_bytes)
 
     def write(self, address: int, ranges: Sequence[Range]) -> None:
@@ -48,7 +53,7 @@ class ScratchFile:
             done = 0
             while done < each.num_bytes:
                 part = _memory(address + done, min(each.num_bytes - done, _AT_ONCE))
-                written = self._write_part(part, each.start + done)
+                written = self._whole_blocks(os.pwrite(self._fd, part, each.start + done), part)
                 if written <= 0:
                     raise OSError(errno.EIO, f"nothing could be written at offset {each.start + done}")
                 done += written
@@ -62,7 +67,7 @@ class ScratchFile:
             done = 0
             while done < each.num_bytes:
                 part = _memory(address + done, min(each.num_bytes - done, _AT_ONCE))
-                read = os.preadv(self._fd, [part], each.start + done)
+                read = self._whole_blocks(os.preadv(self._fd, [part], each.start + done), part)
                 if read <= 0:
                     raise OSError(errno.EIO, f"the file ends at offset {each.start + done}")
                 done += read
@@ -70,10 +75,9 @@ class ScratchFile:
         if not self.is_direct:
             self._drop_from_cache(ranges, written=False)
 
-    def _write_part(self, part: memoryview, offset: int) -> int:
-        """A short write may end within a block, where direct I/O cannot go on: so the broken block is written again."""
-        written = os.pwrite(self._fd, part, offset)
-        return written // BLOCK * BLOCK if self.is_direct and written < len(part) else written
+    def _whole_blocks(self, moved: int, part: memoryview) -> int:
+        """What of `part` need not be moved again: one call may end within a block, where direct I/O cannot go on."""
+        return moved // BLOCK * BLOCK if self.is_direct and moved < len(part) else moved
 
     def _drop_from_cache(self, ranges: Sequence[Range], *, written: bool) -> None:
         if not hasattr(os, "posix_fadvise"):

@@ -7,12 +7,14 @@ to memory that the device allocated when the reload began. The buffers are there
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from actmem.planning.plan import Tier
 from actmem.runtime.swap.disk import DiskCopy, DiskReload, DiskTier
+from actmem.runtime.swap.host import HostMemory, first_line
 from actmem.runtime.swap.ranges import RangeAllocator
 from actmem.runtime.swap.tier import CopyEngine, Mark
 
@@ -22,18 +24,24 @@ class StagedTier:
 
     name: Tier = "disk"
 
-    def __init__(self, engine: CopyEngine, disk: DiskTier) -> None:
+    def __init__(self, engine: CopyEngine, disk: DiskTier, *, pinned: bool = True) -> None:
         self.is_open = True
         self.engine = engine
         self.disk = disk
+        self.memory = HostMemory(pinned=pinned)
         self.sender = ThreadPoolExecutor(1, "actmem-send")
 
     def offload(self, data: Tensor) -> StagedCopy | None:
         """Start copying `data` to a buffer, and from there to the file."""
-        buffer = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=data.device.type != "cpu")
+        try:
+            buffer = self.memory.empty(data.numel())
+        except RuntimeError as error:
+            raise OSError(f"no host memory: {first_line(error)}") from error
+        ranges = self.disk.reserve(buffer)
+        if ranges is None:
+            return None
         mark = self.engine.offload([(buffer, data)], [self.engine.now()])
-        copy = self.disk.offload(buffer, after=mark)
-        return None if copy is None else StagedCopy(self, copy, data, mark)
+        return StagedCopy(self, DiskCopy(self.disk, buffer, ranges, mark), data, mark)
 
     def usage(self) -> RangeAllocator:
         """What of the file is in use."""
@@ -85,20 +93,32 @@ class StagedReload:
     def __init__(self, engine: CopyEngine, sent: Future[Mark], target: Tensor) -> None:
         self._engine = engine
         self._sent = sent
-        self._target = target
+        self._target: Tensor | None = target
 
     def finish(self) -> Tensor:
         """The bytes; the host waits for the file, the current stream for the copy."""
+        assert self._target is not None, "a reload is finished once"
         self._engine.wait(self._sent.result())
-        return self._target
+        target, self._target = self._target, None
+        return target
 
     def is_there(self) -> bool:
-        """Whether they have come."""
-        return self._sent.done() and self._sent.result().has_passed()
+        """Whether they have come, or will not."""
+        return self._sent.done() and (self._sent.exception() is not None or self._sent.result().has_passed())
 
     def __del__(self) -> None:
-        if hasattr(self, "_sent") and self._sent.exception() is None:
+        if self._target is None or self._sent.cancel():
+            return
+        # The device's memory is free for others after the copy only. A finalizer must not wait for the copy to begin.
+        if not self._sent.done():
+            self._sent.add_done_callback(partial(_hold_until_copied, self._target))
+        elif self._sent.exception() is None:
             self._sent.result().wait()
+
+
+def _hold_until_copied(target: Tensor, sent: Future[Mark]) -> None:
+    if sent.exception() is None:
+        sent.result().synchronize()
 
 
 def _send(engine: CopyEngine, read: DiskReload, target: Tensor, now: Mark) -> Mark:

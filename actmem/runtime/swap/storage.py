@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from actmem._compat import storage_reference
+from actmem._compat import storage_id, storage_reference
 from actmem.planning.plan import Tier
 from actmem.runtime.digest import Digest
 from actmem.runtime.swap.tier import Copy, Reload
@@ -31,6 +32,7 @@ class SwapOrder(NamedTuple):
 class SwappedStorage:
     """All bytes of a storage: in `data` while they are here, in `copy` once that is confirmed.
 
+    `identity` is the storage's id, which no other storage gets while `reference` is here.
     `uses` counts those who will ask for them in one pass over the graph, `done` those who have.
     """
 
@@ -41,6 +43,7 @@ class SwappedStorage:
         "digest",
         "done",
         "has_copy",
+        "identity",
         "is_wanted",
         "num_bytes",
         "path",
@@ -52,6 +55,7 @@ class SwappedStorage:
     )
 
     def __init__(self, tensor: Tensor, data: Tensor, copy: Copy, region: str, path: str) -> None:
+        self.identity = storage_id(tensor)
         self.reference = storage_reference(tensor)
         self.version = tensor._version
         self.num_bytes = data.numel()
@@ -95,9 +99,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def can_be_swapped(tensor: Tensor) -> bool:
-    """Whether bytes, offset, size and stride say all there is to say about a tensor."""
+    """Whether bytes, offset, size and stride say all there is to say about a tensor, and it is no part of a parameter,
+    nor one of those integers that are always saved."""
     return (
         type(tensor) is Tensor
+        and not isinstance(tensor._base, Parameter)
+        and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         and tensor.layout is torch.strided
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
         and tensor.untyped_storage().nbytes() > 0

@@ -40,20 +40,17 @@ class _Leaving(NamedTuple):
 
 
 class CallSwaps:
-    """The swapped storages of one region call, in the order they left, and the call before it."""
+    """The swapped storages of one region call, in the order they left, and the ids of those that had to stay. Calls are
+    numbered as they come."""
 
-    __slots__ = ("__weakref__", "_before", "region", "storages", "swapper")
+    __slots__ = ("__weakref__", "number", "refused", "region", "storages", "swapper")
 
-    def __init__(self, swapper: Swapper, region: str, before: weakref.ref[CallSwaps] | None) -> None:
+    def __init__(self, swapper: Swapper, region: str, number: int) -> None:
         self.swapper = swapper
         self.region = region
+        self.number = number
         self.storages: list[weakref.ref[SwappedStorage]] = []
-        self._before = before
-
-    @property
-    def before(self) -> CallSwaps | None:
-        """The region call that came before, unless its graph is gone."""
-        return None if self._before is None else self._before()
+        self.refused: set[int] = set()
 
 
 class Swapper:
@@ -77,11 +74,11 @@ class Swapper:
         self._in_flight_limit = in_flight_limit
         self._lock = threading.RLock()
         self._known: WeakValueDictionary[int, SwappedStorage] = WeakValueDictionary()
-        self._leaving: deque[_Leaving] = deque()
+        self._leaving: dict[Tier, deque[_Leaving]] = {name: deque() for name in self._tiers}
         self._leaving_bytes = 0
         self._num_calls = 0
-        self._last: weakref.ref[CallSwaps] | None = None
-        self._reached: CallSwaps | None = None
+        self._calls: WeakValueDictionary[int, CallSwaps] = WeakValueDictionary()
+        self._reached: weakref.ref[CallSwaps] | None = None
         self._wanted: deque[weakref.ref[SwappedStorage]] = deque()
         self._coming: list[weakref.ref[SwappedStorage]] = []
         self._said: set[str] = set()
@@ -102,17 +99,19 @@ class Swapper:
         with self._lock:
             self._num_calls += 1
             self._settle()
-            call = CallSwaps(self, region, self._last)
-            self._last = weakref.ref(call)
+            call = self._calls[self._num_calls] = CallSwaps(self, region, self._num_calls)
             return call
 
     def swap(self, tensor: Tensor, order: SwapOrder, call: CallSwaps, *, verify: bool) -> SwappedView | None:
         """Let the storage behind `tensor` leave; ``None`` where it has to stay."""
         with self._lock, dispatch_off():
             storage = self.find(tensor)
-            if storage is None:
+            if storage is None and storage_id(tensor) not in call.refused:
                 storage = self._offload(tensor, order, call, verify)
-            return None if storage is None else SwappedView.of(tensor, storage)
+            if storage is None:
+                call.refused.add(storage_id(tensor))
+                return None
+            return SwappedView.of(tensor, storage)
 
     def find(self, tensor: Tensor) -> SwappedStorage | None:
         """The swapped storage that `tensor` looks into, with the contents it has now."""
@@ -133,26 +132,28 @@ class Swapper:
             return tensor
 
     def keep_contents(self, storage: SwappedStorage) -> None:
-        """The memory it lies in is about to be overwritten: what is not confirmed to be away is copied here."""
+        """The memory it lay in is about to be overwritten: what is not confirmed to be away is copied here."""
         with self._lock, dispatch_off():
             self._settle()
-            if storage.data is not None and not storage.has_copy:
+            if storage.data is None or storage_id(storage.data) != storage.identity:
+                return
+            if storage.has_copy:
+                storage.data = None
+            else:
                 storage.data = storage.data.clone()
                 storage.copy = None
 
     def reach(self, call: CallSwaps) -> None:
         """The backward pass asks for something of `call`."""
-        if call is self._reached:
+        if self._reached is not None and self._reached() is call:
             return
         with self._lock, dispatch_off():
-            self._reached = call
+            self._reached = weakref.ref(call)
             self._wanted.clear()
-            ahead: CallSwaps | None = call
-            for _ in range(self._prefetch + 1):
-                if ahead is None:
-                    break
-                self._wanted.extend(reversed(ahead.storages))
-                ahead = ahead.before
+            earlier = sorted(number for number in self._calls if number < call.number)
+            for ahead in (call, *(self._calls.get(number) for number in earlier[::-1][: self._prefetch])):
+                if ahead is not None:
+                    self._wanted.extend(reversed(ahead.storages))
             self._prefetch_more()
             self._settle()
 
@@ -188,16 +189,15 @@ class Swapper:
         if verify:
             storage.digest = digest_of(data)
         self._known[storage_id(tensor)] = storage
-        self._leaving.append(_Leaving(weakref.ref(storage), data.numel(), self._num_calls))
+        self._leaving[copy.tier.name].append(_Leaving(weakref.ref(storage), data.numel(), self._num_calls))
         self._leaving_bytes += data.numel()
         call.storages.append(weakref.ref(storage))
         return storage
 
     def _copy_to_a_tier(self, data: Tensor, order: SwapOrder) -> Copy | None:
         names = self._usual if order.tier is None else (order.tier,)
-        for tier in (self._tiers[name] for name in names if name in self._tiers):
-            if not tier.is_open:
-                continue
+        tiers = [self._tiers[name] for name in names if name in self._tiers and self._tiers[name].is_open]
+        for tier in tiers:
             try:
                 copy = tier.offload(data)
             except OSError as error:
@@ -205,18 +205,20 @@ class Swapper:
                 continue
             if copy is not None:
                 return copy
-        self._say(f"no room is left in {' or '.join(names)}: what finds none stays on the device")
+        if any(tier.is_open for tier in tiers):
+            self._say(f"no room is left in {' or '.join(names)}: what finds none stays on the device")
         return None
 
     def _settle(self) -> None:
-        """Let go of what has left."""
-        while self._leaving:
-            head = self._leaving[0]
-            storage = head.storage()
-            if storage is not None and not self._has_left(storage, self._num_calls - head.call):
-                return
-            self._leaving.popleft()
-            self._leaving_bytes -= head.num_bytes
+        """Let go of what has left; a tier's copies are looked at in the order they came."""
+        for leaving in self._leaving.values():
+            while leaving:
+                head = leaving[0]
+                storage = head.storage()
+                if storage is not None and not self._has_left(storage, self._num_calls - head.call):
+                    break
+                leaving.popleft()
+                self._leaving_bytes -= head.num_bytes
 
     def _has_left(self, storage: SwappedStorage, calls_since: int) -> bool:
         """Whether the storage is no longer on its way out: its copy is there, was given up, or has failed."""

@@ -87,7 +87,11 @@ class Mark(Protocol):
 
 
 class CopyEngine(Protocol):
-    """Copies between the device and host memory, beside the work of the current stream and in the order they came."""
+    """Copies between the device and host memory beside the work of the current stream, in the order they came each way.
+
+    Whoever asks for a copy keeps the device's memory until the copy's mark has passed, or the current stream waits for
+    it. The host's may go at once: torch keeps what is pinned until its copies have run, and waits for other copies.
+    """
 
     def now(self) -> Mark:
         """Where the current stream stands."""
