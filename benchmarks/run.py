@@ -8,17 +8,20 @@ from __future__ import annotations
 import argparse
 import io
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from transformers import PreTrainedModel
 
 from actmem.cli.bench import bench_progress
+from actmem.config.loading import parse_sections
 from actmem.config.schema import Dtype, ModelConfig
 from actmem.measuring.bench import num_steps, random_batch, run_bench
 from actmem.measuring.result import BenchResult
 from actmem.models.building import build_model
+from actmem.planning import Plan
+from actmem.planning.sections import plan_of_sections
 from actmem.reporting.tables import bench_notes, bench_table, swap_table
 from benchmarks.machine import Machine
 from benchmarks.overhead import Overhead, measure_overhead
@@ -36,6 +39,25 @@ SWAP_POLICIES = (
     f"{_PLANS}/mixed.yaml",
 )
 _WIDTH = 120
+_NUM_LAYERS = 6
+
+
+def levels() -> tuple[str | Plan, ...]:
+    """Three levels of advice for memory that is short, from the least to the most, on six layers.
+
+    Half of the layers whole would hold as much as the feed-forward parts of all leave, so the second takes two thirds.
+    """
+    sections: dict[str, dict[str, object]] = {
+        "level 1: mlp": {"recompute": {"mode": "select", "select_module": {".*mlp": ["0-5"]}}},
+        "level 2: layers 0-3": {"recompute": {"mode": "full", "full_recompute_layer": ["0-3"]}},
+        "level 3: swap 3-4": {
+            "recompute": {"mode": "full", "full_recompute_layer": ["0-2", 5]},
+            "swap": {"enable": True, "layer_swap": [{"layers": ["3-4"]}]},
+        },
+        "level 3: all layers": {"recompute": {"mode": "full", "full_recompute_layer": ["0-5"]}},
+    }
+    configs = {name: parse_sections(each, _NUM_LAYERS) for name, each in sections.items()}
+    return ("none", *(replace(plan_of_sections(config), name=name) for name, config in configs.items()))
 
 
 @dataclass(frozen=True)
@@ -46,7 +68,7 @@ class Setting:
     title: str
     model: ModelConfig
     sequence_length: int
-    policies: tuple[str, ...] = POLICIES
+    policies: tuple[str | Plan, ...] = POLICIES
     overhead: bool = False
 
     @property
@@ -95,6 +117,7 @@ SETTINGS = {
             1024,
             SWAP_POLICIES,
         ),
+        Setting("levels", _DENSE, dense(1024, _NUM_LAYERS), 1024, levels()),
         Setting("overhead", "dense, hidden 256, 8 layers, 256 tokens, float32", dense(256, 8), 256, overhead=True),
     )
 }
