@@ -5,6 +5,7 @@ Memory of the CPU goes straight to the file and back. `StagedTier` puts host mem
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor
 from actmem.planning.plan import Tier
 from actmem.runtime.swap.counters import SwapCounters
 from actmem.runtime.swap.ranges import Range, RangeAllocator
-from actmem.runtime.swap.scratch_file import BLOCK, ScratchFile
+from actmem.runtime.swap.scratch_file import BLOCK, ScratchFile, num_block_bytes
 from actmem.runtime.swap.tier import Mark
 
 _MIN_SLAB, _MAX_SLAB = 2**20, 2**28
@@ -66,24 +67,11 @@ class DiskTier:
 
     def reserve(self, data: Tensor) -> tuple[Range, ...] | None:
         """Room in the file for `data`, for a `DiskCopy`; ``None`` where there is too little."""
-        return self._ranges.allocate(_Blocks(data).num_bytes)
+        return self._ranges.allocate(num_block_bytes(data.data_ptr(), data.numel()))
 
     def usage(self) -> RangeAllocator:
         """What of the file is in use."""
         return self._ranges
-
-
-class _Blocks:
-    """The whole blocks around a tensor's bytes: where they begin, how long they are, and how far in the tensor is."""
-
-    __slots__ = ("address", "num_bytes", "shift", "size")
-
-    def __init__(self, data: Tensor) -> None:
-        start = data.data_ptr()
-        self.size = data.numel()
-        self.shift = start % BLOCK
-        self.address = start - self.shift
-        self.num_bytes = -(-(self.shift + self.size) // BLOCK) * BLOCK
 
 
 class DiskCopy:
@@ -91,11 +79,12 @@ class DiskCopy:
 
     def __init__(self, tier: DiskTier, data: Tensor, ranges: tuple[Range, ...], after: Mark | None = None) -> None:
         self.tier = tier
-        self.around = _Blocks(data)
         self.ranges = ranges
+        self._num_bytes = data.numel()
+        self._skip = data.data_ptr() % BLOCK
         self._keep = [data]
-        write, address = tier.file.write, self.around.address
-        self._write = tier.writer.submit(_copy, self._keep, write, address, ranges, after)
+        write = functools.partial(tier.file.write, data.data_ptr(), data.numel(), ranges)
+        self._write = tier.writer.submit(_copy, self._keep, write, after)
         self._last: Future[float] = self._write
 
     def has_left(self, calls_since: int) -> bool:
@@ -113,13 +102,11 @@ class DiskCopy:
         return withdrawn
 
     def begin_reload(self) -> DiskReload:
-        """Start reading into fresh memory that begins at the same place of a block as the original did."""
-        around = self.around
-        room = torch.empty(around.num_bytes + BLOCK, dtype=torch.uint8)
-        address = -(-room.data_ptr() // BLOCK) * BLOCK
-        begin = address - room.data_ptr() + around.shift
-        self._last = self.tier.reader.submit(_copy, [room], self.tier.file.read, address, self.ranges)
-        return DiskReload(self.tier.counters, self._last, room[begin : begin + around.size])
+        """Start reading into fresh memory."""
+        data = torch.empty(self._num_bytes, dtype=torch.uint8)
+        read = functools.partial(self.tier.file.read, data.data_ptr(), self._num_bytes, self.ranges, self._skip)
+        self._last = self.tier.reader.submit(_copy, [data], read)
+        return DiskReload(self.tier.counters, self._last, data)
 
     @property
     def place(self) -> str:
@@ -152,20 +139,14 @@ class DiskReload:
         return self._read.done()
 
 
-def _copy(
-    keep: list[Tensor],
-    move: Callable[[int, tuple[Range, ...]], None],
-    address: int,
-    ranges: tuple[Range, ...],
-    after: Mark | None = None,
-) -> float:
-    """Move memory from or to `address`, which must not go meanwhile: `keep` holds it, and lets it go before the work
-    counts as done, so that it is freed by the thread that computes. Returns the seconds it took."""
+def _copy(keep: list[Tensor], move: Callable[[], None], after: Mark | None = None) -> float:
+    """Move memory that must not go meanwhile: `keep` holds it, and lets it go before the work counts as done, so that
+    it is freed by the thread that computes. Returns the seconds it took."""
     try:
         if after is not None:
             after.synchronize()
         started = time.perf_counter()
-        move(address, ranges)
+        move()
     finally:
         keep.clear()
     return time.perf_counter() - started
