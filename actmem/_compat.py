@@ -176,12 +176,13 @@ def dtensor_functions() -> tuple[type[torch.autograd.Function], ...]:
     return (Redistribute, _ToTorchTensor, _FromTorchTensor)
 
 
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
 def give_back_free_memory() -> None:
     """Let glibc, where that is the C library, return freed memory to the kernel."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def allocations(profiled: torch.profiler.profile) -> list[tuple[int, int]]:

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from actmem.models.presets import PRESETS
 from rich.console import Console
 
 from actmem.cli.bench import bench_progress
+from actmem.config.presets import PRESETS
 from actmem.config.schema import DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from actmem.graph import RegionGraph
 from actmem.measuring.agreement import Agreement, Reference

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from actmem.config.schema import RunConfig, Section
 from actmem.errors import Fault
@@ -19,14 +19,15 @@ def idle_sections(config: RunConfig) -> Iterator[Fault]:
     if not config.recompute_comm.enable:
         yield from _idle("recompute_comm", config.recompute_comm, "enable", "while recompute_comm.enable is false")
     if not config.swap.enable:
-        yield from _idle("swap", config.swap, "enable", "while swap.enable is false")
+        counts = {"default_prefetch"} if config.activation_swap != "none" else set()
+        yield from _idle("swap", config.swap, "enable", "while swap.enable is false", counts)
     if config.allow_unverified_model and config.activation_swap == "none":
         problem = "has no effect while activation_swap is none"
         yield Fault("allow_unverified_model", problem, True)
 
 
-def _idle(name: str, section: Section, switch: str, reason: str) -> Iterator[Fault]:
+def _idle(name: str, section: Section, switch: str, reason: str, counts: Set[str] = frozenset()) -> Iterator[Fault]:
     for field in type(section).model_fields:
         value = getattr(section, field)
-        if field != switch and field in section.model_fields_set and value:
+        if field != switch and field not in counts and field in section.model_fields_set and value:
             yield Fault(f"{name}.{field}", f"has no effect {reason}", value)

@@ -167,10 +167,10 @@ class MemoryConfig(Section):
     """Where swapped values go and how the engine guards a plan.
 
     `tier`: ``host`` is pinned memory beside an accelerator, ``disk`` a temporary file; ``auto`` takes the host where
-    there is an accelerator, spilling to the disk only if `disk_path` is set, and the disk on the CPU. `host_limit` and
-    `disk_limit` cap them; ``null`` means half of the machine's memory and what the disk has free. Storages under
-    `min_swap_bytes` are saved rather than swapped, as is whatever comes while `in_flight_limit` bytes are on their way
-    out. `verify` compares hashes of recomputed and reloaded values, in the first step of a shape.
+    there is an accelerator and the disk on the CPU. A full host spills to the disk if `disk_path` is set.
+    `host_limit` and `disk_limit` cap them; ``null`` means half of the machine's memory and what the disk has free.
+    Storages under `min_swap_bytes` are saved rather than swapped, as is whatever comes while `in_flight_limit` bytes
+    are on their way out. `verify` compares hashes of recomputed and reloaded values, in the first step of a shape.
     """
 
     tier: Literal["auto", "host", "disk"] = "auto"
@@ -178,7 +178,7 @@ class MemoryConfig(Section):
     disk_path: PathField | None = None
     disk_limit: Bytes | None = None
     min_swap_bytes: Bytes = 2**20
-    in_flight_limit: Bytes = 2**31
+    in_flight_limit: Bytes = 2**33
     verify: Literal["first", "always", "off"] = "first"
     strict_matching: bool = False
 

@@ -126,9 +126,13 @@ class _Contender:
         if self._applied is not None:
             self._applied.remove()
 
+    def forward(self) -> Tensor:
+        """One forward pass; returns the loss with its graph."""
+        return self._forward(self._model)
+
     def step(self) -> Tensor:
         """One forward and backward pass; returns the loss."""
-        loss = self._forward(self._model)
+        loss = self.forward()
         loss.backward()
         if self._applied is not None and self._applied.swaps:
             self._counts.append(self._applied.stats.swap)
@@ -142,7 +146,8 @@ class _Contender:
         return SwapFigures(
             bytes_out=int(median(each.bytes_out for each in steps)),
             bytes_in=int(median(each.bytes_in for each in steps)),
-            copy_seconds=median(each.copy_out_seconds + each.copy_in_seconds for each in steps),
+            out_seconds=median(each.copy_out_seconds for each in steps),
+            in_seconds=median(each.copy_in_seconds for each in steps),
             exposed_seconds=median(each.exposed_seconds for each in steps),
             bytes_stayed=int(median(each.bytes_refused + each.bytes_no_room for each in steps)),
         )
@@ -180,7 +185,7 @@ def _measure(
 ) -> PolicyResult:
     agreement = reference.compare(contender.step)
     on_step(contender.policy)
-    resident_bytes = measure_resident(contender.step)
+    resident_bytes = measure_resident(contender.forward)
     on_step(contender.policy)
     peak_bytes, holdings = contender.measure_memory(graph)
     on_step(contender.policy)

@@ -1,24 +1,28 @@
-"""By how much a step makes the process grow: its resident set, as the kernel counts it."""
+"""What the activations of a step add to the process, as the kernel counts it: its resident set."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 
+from torch import Tensor
+
 from actmem._compat import give_back_free_memory
-from actmem.training.peak_memory import high_water_mark_bytes, resident_bytes, restart_high_water_mark
+from actmem.training.peak_memory import resident_bytes
 
 
-def measure_resident(step: Callable[[], object]) -> int | None:
-    """The peak of the resident set during one `step`, above what it was before; ``None`` where the kernel won't tell.
+def measure_resident(forward: Callable[[], Tensor]) -> int | None:
+    """By how much the resident set has grown when `forward` has returned a loss, whose backward pass is run afterwards;
+    ``None`` where the kernel does not tell.
 
-    What the C library keeps of freed memory is given back before, so that steps measured after one another begin
-    alike. It counts what torch's allocator does not see, and not what a step finds in the library's stock again.
+    That is when all activations stand. What the C library keeps of freed memory is given back before each look, so that
+    only memory that is in use counts; it does not do so by itself.
     """
     gc.collect()
     give_back_free_memory()
     before = resident_bytes()
-    if before is None or not restart_high_water_mark():
-        return None
-    step()
-    return max(0, high_water_mark_bytes() - before)
+    loss = forward()
+    give_back_free_memory()
+    after = resident_bytes()
+    loss.backward()
+    return None if before is None or after is None else max(0, after - before)

@@ -10,7 +10,7 @@ from typing import Any
 
 from actmem.measuring.agreement import Agreement
 from actmem.measuring.interleave import Timing
-from actmem.planning.fates import INPUT, SAVED
+from actmem.planning.fates import INPUT, SAVED, SMALL
 
 BASELINE = "none"
 
@@ -32,19 +32,28 @@ class Holdings:
     @property
     def always_saved_bytes(self) -> dict[str, int]:
         """The bytes that no plan drops, by reason."""
-        return {reason: size for reason, size in self.held_bytes_by_reason.items() if reason not in (SAVED, INPUT)}
+        return {
+            reason: size for reason, size in self.held_bytes_by_reason.items() if reason not in (SAVED, INPUT, SMALL)
+        }
 
 
 @dataclass(frozen=True)
 class SwapFigures:
-    """What was copied in one step, in the middle one of those timed: bytes out and in, the seconds that the copies took
-    and those that the step waited for them. `bytes_stayed` should have left but found the queue or the tier full."""
+    """What was copied in one step, in the middle one of those timed: bytes out and in, the seconds that each way was
+    busy, and those that the step waited for copies. `bytes_stayed` should have left but found the queue or the tier
+    full."""
 
     bytes_out: int
     bytes_in: int
-    copy_seconds: float
+    out_seconds: float
+    in_seconds: float
     exposed_seconds: float
     bytes_stayed: int
+
+    @property
+    def copy_seconds(self) -> float:
+        """Both ways together."""
+        return self.out_seconds + self.in_seconds
 
     @property
     def hidden_share(self) -> float:
@@ -55,8 +64,8 @@ class SwapFigures:
 @dataclass(frozen=True)
 class PolicyResult:
     """One policy. `peak_bytes` is above parameters and standing gradients; `holdings` is ``None`` for torch's own ways
-    of recomputing, which do not tell. `resident_bytes` is by how much the process grew in a step, ``None`` where the
-    kernel does not tell; `swap` is ``None`` where nothing was copied."""
+    of recomputing, which do not tell. `resident_bytes` is by how much the process had grown at the end of a forward
+    pass, ``None`` where the kernel does not tell; `swap` is ``None`` where nothing was copied."""
 
     policy: str
     peak_bytes: int
@@ -94,8 +103,9 @@ class BenchResult:
         return result.timing.ratio_to(self.baseline.timing)
 
     def bound_seconds(self, swap: SwapFigures) -> float:
-        """No step that computes what the unplanned one does, and copies this, can be shorter."""
-        return max(self.baseline.timing.median, swap.copy_seconds)
+        """A step that computes what the unplanned one does, and copies this, can hardly be shorter: the longest of the
+        fastest unplanned step and of the copies in each direction, which may run at the same time."""
+        return max(self.baseline.timing.fastest, swap.out_seconds, swap.in_seconds)
 
     @property
     def is_repeatable(self) -> bool:

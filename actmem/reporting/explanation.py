@@ -8,7 +8,7 @@ from typing import Any
 
 from actmem.graph import Graph, Op, RegionGraph, Value
 from actmem.planning import Fates
-from actmem.planning.fates import SAVED, fates_under
+from actmem.planning.fates import SAVED, SMALL, fates_under
 from actmem.planning.plan import INPUT_PATH, RuleSet
 from actmem.runtime.engine import RuleSource
 
@@ -140,7 +140,8 @@ def _storages_made_by(graph: RegionGraph, index: int) -> set[int]:
 
 def _reason(op: Op, replayed: bool, swapped: bool, held: set[str]) -> str:
     """An op of several outputs may be replayed for one and have another held; then it has both reasons."""
-    kept = ["saved by plan" if reason == SAVED else f"always saved: {reason}" for reason in sorted(held)]
+    by_choice = {SAVED: "saved by plan", SMALL: f"saved: {SMALL}"}
+    kept = [by_choice.get(reason, f"always saved: {reason}") for reason in sorted(held)]
     if swapped:
         kept.append("swapped by plan")
     if op.view:

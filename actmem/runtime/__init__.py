@@ -5,7 +5,7 @@ from actmem.runtime.engine import NoEffectWarning
 from actmem.runtime.functions import register_replayable
 from actmem.runtime.kinds import register_subclass
 from actmem.runtime.stats import RegionStats, Stats
-from actmem.runtime.swap.swapper import SwapWarning
+from actmem.runtime.swap.tier import SwapWarning
 
 __all__ = [
     "Applied",

@@ -47,4 +47,4 @@ def _expected_attention(model: nn.Module) -> str | None:
 
 def _attention_class(layer: nn.Module) -> str | None:
     attention = getattr(layer, "self_attn", None)
-    return type(attention).__name__ if isinstance(attention, nn.Module) else None
+    return type(attention).__name__.removeprefix("FSDP") if isinstance(attention, nn.Module) else None

@@ -22,6 +22,7 @@ from actmem.planning.policies import SWAPPING
 from actmem.runtime.learning import Script
 from actmem.runtime.swap.swapper import Swapper
 from actmem.runtime.tape import Tape
+from actmem.units import format_bytes
 
 _MAX_SCRIPTS = 256
 
@@ -117,6 +118,7 @@ class Engine:
         self._matched: set[Rule] = set()
         self._freeing: set[Rule | None] = set()
         self._has_reported = False
+        self._swaps = False
         self._asked: dict[int, tuple[Rule, ...]] = {}
         self._num_layers = num_layers
 
@@ -180,6 +182,7 @@ class Engine:
         rules, fates = script.rules, script.fates
         self._asked[layer] = rules.rules
         self._matched |= rules.matched
+        self._swaps = self._swaps or bool(fates.swapped)
         gone = fates.dropped | fates.swapped
         self._freeing |= {rules.winner_of(path_of_storage(fates.graph, storage)) for storage in gone}
         if len(self._asked) == self._num_layers:
@@ -196,6 +199,10 @@ class Engine:
         if self.source.must_free:
             idle = [rule for rule in asked if rule.action is not Action.SAVE and rule in self._matched - self._freeing]
             faults += [f"{_named(rule)} frees 0 bytes: {_why_idle(rule)}" for rule in idle]
+        if self.source.may_swap and not self.source.must_free and not self._swaps:
+            faults = [
+                f"nothing is swapped: what it names is not saved, or is below {format_bytes(self.min_swap_bytes)}"
+            ]
         if not faults:
             return
         message = f"rules of {self.source.name} without effect: {'; '.join(faults)}; `actmem explain` lists the paths"

@@ -51,7 +51,7 @@ class ScriptedTape(Tape):
         self._calls = script.calls
         self._steps = script.steps
         self._end = len(script.calls)
-        self._position = 0
+        self._position = 0 if script.watches_ops else self._end
         self.left_script = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,6 +81,11 @@ class ScriptedTape(Tape):
             )
         return out
 
+    @property
+    def watches_ops(self) -> bool:
+        """Whether it has to see ops; else the tensors that autograd saves are enough."""
+        return self._script.watches_ops
+
     def order_of(self, index: int, tensor: Tensor) -> SwapOrder | None:
         """Whether the `index`-th tensor to be packed is to be swapped."""
         orders = self._script.pack_orders
@@ -97,6 +102,8 @@ class ScriptedTape(Tape):
     def observe_function(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
         """A replayable Function has run."""
         position = self._position
+        if not self._script.watches_ops:
+            return
         if self._funcs[position] is not func:
             self._leave_script()
         else:

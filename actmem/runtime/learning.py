@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,6 +61,11 @@ class Script:
     pack_orders: tuple[SwapOrder | None, ...]
     source_orders: dict[int, SwapOrder]
     input_order: SwapOrder | None
+
+    @cached_property
+    def watches_ops(self) -> bool:
+        """Whether any op has to be seen; to swap tensors that autograd saves, their order is enough."""
+        return any(step not in (SKIP, EDIT) for step in self.steps)
 
 
 SKIP, RECORD, RECORD_VIEW, RECORD_UNLESS_RANDOM, RECORD_COLLECTIVE, EDIT, SWAP_SOURCE = range(7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import closing
 from typing import Any, Literal
 
 import torch
@@ -89,7 +90,7 @@ class PlannedRegion:
         key: Hashable,
     ) -> Any:
         if isinstance(course, Script):
-            if course.rules.actions <= {Action.SAVE}:
+            if call.swaps is None and course.rules.actions <= {Action.SAVE}:
                 return forward(*args, **kwargs)
             scripted = ScriptedTape(call, course, verify=verify)
             if course.input_order is not None:
@@ -117,7 +118,7 @@ class PlannedRegion:
         return shared
 
     def _run_scripted(self, tape: ScriptedTape, forward: Any, args: Any, kwargs: Any, key: Hashable) -> Any:
-        out = self._record(tape, forward, args, kwargs)
+        out = self._record(tape, forward, args, kwargs, watch_ops=tape.watches_ops)
         if tape.left_script:
             self._own[key] = self._next_course(key)
         return out
@@ -152,8 +153,9 @@ class PlannedRegion:
             self._engine.share(self._shared_key(key), script)
         return out
 
-    def _record(self, tape: Tape, forward: Any, args: Any, kwargs: Any) -> Any:
-        with self._engine.activate(tape), saved_tensors_hooks(tape.pack, unpack), tape:
+    def _record(self, tape: Tape, forward: Any, args: Any, kwargs: Any, *, watch_ops: bool = True) -> Any:
+        recording = tape if watch_ops else closing(tape)
+        with self._engine.activate(tape), saved_tensors_hooks(tape.pack, unpack), recording:
             return forward(*args, **kwargs)
 
     def _gradient_inputs(self, args: Any, kwargs: Any) -> list[Tensor]:

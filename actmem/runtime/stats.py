@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from actmem.planning import Fates
-from actmem.planning.fates import INPUT, SAVED
+from actmem.planning.fates import INPUT, SAVED, SMALL
 from actmem.runtime.swap.counters import SwapCounters
 
 
@@ -72,7 +72,7 @@ class Stats:
         totals: Counter[str] = Counter()
         for region in self.regions:
             totals.update(region.held_bytes_by_reason)
-        return {reason: size for reason, size in sorted(totals.items()) if reason not in (SAVED, INPUT)}
+        return {reason: size for reason, size in sorted(totals.items()) if reason not in (SAVED, INPUT, SMALL)}
 
     @property
     def num_replayed_ops(self) -> int:

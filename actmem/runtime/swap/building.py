@@ -53,14 +53,13 @@ def build_swapper(memory: MemoryConfig, device: torch.device, named: Set[Tier], 
         prefetch=prefetch,
         min_swap_bytes=memory.min_swap_bytes,
         in_flight_limit=memory.in_flight_limit,
+        device=device,
     )
 
 
 def usual_tiers(memory: MemoryConfig, device: torch.device) -> tuple[Tier, ...]:
     """The tiers of a rule that names none, in the order in which they are filled."""
-    if memory.tier != "auto":
-        return (memory.tier,)
-    if device.type == "cpu":
+    if memory.tier == "disk" or (memory.tier == "auto" and device.type == "cpu"):
         return ("disk",)
     return ("host",) if memory.disk_path is None else ("host", "disk")
 

@@ -13,7 +13,8 @@ class SwapCounters:
     """Sums since a plan was applied, except the two high-water marks.
 
     `refused`: storages that stayed because too much was on its way out, `no_room`: because their tiers were full or
-    closed, `withdrawn`: because the backward pass came before their copy had begun, `failed`: because it failed.
+    closed, `withdrawn`: because the backward pass came before their copy had begun, `failed`: because it failed;
+    `unfit`: tensors that stayed because they are not plain ones on the model's device.
     `exposed_seconds` is what the step waited for copies; `copy_out_seconds` and `copy_in_seconds` are what the copies
     took. `pool_hits` are places given out of what a tier had already, `pool_growths` how often it had to grow.
     """
@@ -28,6 +29,7 @@ class SwapCounters:
     bytes_no_room: int = 0
     num_withdrawn: int = 0
     num_failed: int = 0
+    num_unfit: int = 0
     num_late: int = 0
     exposed_seconds: float = 0.0
     copy_out_seconds: float = 0.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,6 +57,8 @@ class DiskTier:
         num_threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 4))
         self.writer = writer or ThreadPoolExecutor(num_threads, "actmem-write")
         self.reader = reader or ThreadPoolExecutor(num_threads, "actmem-read")
+        self.writing = BusyTime()
+        self.reading = BusyTime()
         self._ranges = RangeAllocator(
             self.file.grow, granularity=BLOCK, limit=limit, min_slab=_MIN_SLAB, max_slab=_MAX_SLAB
         )
@@ -84,14 +87,15 @@ class DiskCopy:
         self._skip = data.data_ptr() % BLOCK
         self._keep = [data]
         write = functools.partial(tier.file.write, data.data_ptr(), data.numel(), ranges)
-        self._write = tier.writer.submit(_copy, self._keep, write, after)
-        self._last: Future[float] = self._write
+        self._write = tier.writer.submit(_copy, self._keep, write, tier.writing, after)
+        self._last: Future[None] = self._write
 
     def has_left(self, calls_since: int) -> bool:
         """Whether all of it is in the file."""
         if not self._write.done():
             return False
-        self.tier.counters.copy_out_seconds += self._write.result()
+        self._write.result()
+        self.tier.counters.copy_out_seconds = self.tier.writing.seconds
         return True
 
     def withdraw(self) -> bool:
@@ -101,12 +105,12 @@ class DiskCopy:
             self._keep.clear()
         return withdrawn
 
-    def begin_reload(self) -> DiskReload:
-        """Start reading into fresh memory."""
-        data = torch.empty(self._num_bytes, dtype=torch.uint8)
+    def begin_reload(self, into: Tensor | None = None) -> DiskReload:
+        """Start reading into fresh memory, or into that of `into`."""
+        data = torch.empty(self._num_bytes, dtype=torch.uint8) if into is None else into
         read = functools.partial(self.tier.file.read, data.data_ptr(), self._num_bytes, self.ranges, self._skip)
-        self._last = self.tier.reader.submit(_copy, [data], read)
-        return DiskReload(self.tier.counters, self._last, data)
+        self._last = self.tier.reader.submit(_copy, [data], read, self.tier.reading)
+        return DiskReload(self.tier, self._last, data)
 
     @property
     def place(self) -> str:
@@ -124,14 +128,15 @@ class DiskCopy:
 class DiskReload:
     """A storage on its way back from the file."""
 
-    def __init__(self, counters: SwapCounters, read: Future[float], data: Tensor) -> None:
-        self._counters = counters
+    def __init__(self, tier: DiskTier, read: Future[None], data: Tensor) -> None:
+        self._tier = tier
         self._read = read
         self._data = data
 
     def finish(self) -> Tensor:
         """The bytes; waits for them."""
-        self._counters.copy_in_seconds += self._read.result()
+        self._read.result()
+        self._tier.counters.copy_in_seconds = self._tier.reading.seconds
         return self._data
 
     def is_there(self) -> bool:
@@ -139,14 +144,35 @@ class DiskReload:
         return self._read.done()
 
 
-def _copy(keep: list[Tensor], move: Callable[[], None], after: Mark | None = None) -> float:
+class BusyTime:
+    """Seconds in which at least one of several threads was at work."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._num_working = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_working:
+                self._since = time.perf_counter()
+            self._num_working += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._num_working -= 1
+            if not self._num_working:
+                self.seconds += time.perf_counter() - self._since
+
+
+def _copy(keep: list[Tensor], move: Callable[[], None], busy: BusyTime, after: Mark | None = None) -> None:
     """Move memory that must not go meanwhile: `keep` holds it, and lets it go before the work counts as done, so that
-    it is freed by the thread that computes. Returns the seconds it took."""
+    it is freed by the thread that computes."""
     try:
         if after is not None:
             after.synchronize()
-        started = time.perf_counter()
-        move()
+        with busy:
+            move()
     finally:
         keep.clear()
-    return time.perf_counter() - started

@@ -17,11 +17,11 @@ from torch import Tensor
 from actmem.planning.plan import Tier
 from actmem.runtime.swap.counters import SwapCounters
 from actmem.runtime.swap.ranges import Range, RangeAllocator
-from actmem.runtime.swap.tier import CopyEngine, Mark
+from actmem.runtime.swap.tier import CopyEngine, Mark, SwapWarning
 
 _GRANULARITY = 512
 _MIN_SLAB, _MAX_SLAB = 2**21, 2**26
-_CALLS_TO_LEAVE = 1  # a copy may take until the next region call has ended; then the compute stream waits for it
+_CALLS_TO_LEAVE = 2  # a copy may take until the next region call has ended; then the compute stream waits for it
 
 
 class SlabPool:
@@ -82,6 +82,7 @@ class HostMemory:
                     f"host memory cannot be pinned any further ({first_line(error)}): swapping goes on with pageable "
                     "memory, whose copies are slower and hold up the host; lower memory.host_limit, or raise the limit "
                     "on locked memory (ulimit -l)",
+                    SwapWarning,
                     stacklevel=2,
                 )
         return torch.empty(size, dtype=torch.uint8)
@@ -175,8 +176,8 @@ class HostCopy:
         tier.note_time("copy_out_seconds", self._last)
 
     def has_left(self, calls_since: int) -> bool:
-        """Whether the original may go. After a region call more it may in any case: then the current stream waits for
-        the copy, not the host, so that the peak does not depend on how far the host runs ahead."""
+        """Whether the original may go. When the next region call has ended it may in any case: then the current stream
+        waits for the copy, not the host, so that the peak does not depend on how far the host runs ahead."""
         if not self._last.has_passed():
             if calls_since < _CALLS_TO_LEAVE:
                 return False
@@ -201,8 +202,8 @@ class HostCopy:
     def __del__(self) -> None:
         if not hasattr(self, "_last"):
             return
-        if self._data is not None:
-            self._last.wait()  # the device's memory is free for others after the copy only
+        if self._data is not None and not self._last.has_passed():
+            self.tier.wait(self._last)  # the device's memory is free for others after the copy only
         self.tier.pool.free(self._ranges, self._last)
 
 

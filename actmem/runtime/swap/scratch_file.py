@@ -1,9 +1,9 @@
 """A private file without a name, for bytes that nobody needs when the process is gone.
 
-Memory goes to it and comes back past the page cache, so that it really leaves the process. Direct I/O wants memory, file
+Memory goes to it and comes back past the page cache, so that it really leaves the process. Direct I/O wants memory,
 offset and length in whole blocks. So the blocks around a storage are written straight from where they are, with
-whatever else of this process lies in them. On the way back they go through a small buffer, so that the memory that they
-fill can be as long as the storage and no longer: it then fits where the storage lay.
+whatever else of this process lies in them. On the way back they go through a small buffer, so that the memory that
+they fill can be as long as the storage and no longer: it then fits where the storage lay.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actmem.runtime.swap.ranges import Range
+from actmem.runtime.swap.tier import SwapWarning
 
 BLOCK = 4096
 _AT_ONCE = 2**30  # Linux moves at most 2 GiB - 4 KiB in one call
@@ -148,11 +149,13 @@ def _open_unlinked(directory: Path, extra: int) -> int:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT) or not directory.is_dir():
                 raise
     fd, name = tempfile.mkstemp(dir=directory)
-    Path(name).unlink()
-    if not extra:
-        return fd
-    os.close(fd)
-    raise OSError(errno.EOPNOTSUPP, "no direct I/O without O_TMPFILE", str(directory))
+    try:
+        if not extra:
+            return fd
+        os.close(fd)
+        return os.open(name, os.O_RDWR | os.O_CLOEXEC | extra)
+    finally:
+        Path(name).unlink()
 
 
 class _Buffers(threading.local):
@@ -183,5 +186,6 @@ def warn_if_in_memory(directory: Path) -> None:
         warnings.warn(
             f"memory.disk_path {directory} lies in memory (tmpfs), so swapping there frees none: name a directory on a "
             "disk",
+            SwapWarning,
             stacklevel=2,
         )

@@ -42,7 +42,7 @@ class StreamEngine:
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Mark], stream: torch.Stream) -> StreamMark:
         begun, done = self._events()
-        with stream:
+        with _again(stream):
             for mark in after:
                 mark.wait()
             begun.record(stream)
@@ -53,6 +53,11 @@ class StreamEngine:
 
     def _events(self) -> tuple[torch.Event, torch.Event]:
         return torch.Event(self._device, enable_timing=True), torch.Event(self._device, enable_timing=True)
+
+
+def _again(stream: torch.Stream) -> torch.Stream:
+    """The same stream in an object of its own: one object cannot be entered by two threads at once."""
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 class StreamMark:

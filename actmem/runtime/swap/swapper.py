@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from actmem._compat import dispatch_off, storage_id
 from actmem.errors import SwapError
@@ -26,11 +28,7 @@ from actmem.planning.plan import Tier
 from actmem.runtime.digest import digest_of
 from actmem.runtime.swap.counters import SwapCounters
 from actmem.runtime.swap.storage import SwapOrder, SwappedStorage, SwappedView, bytes_of, can_be_swapped
-from actmem.runtime.swap.tier import Copy, SwapTier
-
-
-class SwapWarning(UserWarning):
-    """Something that should have been swapped stays on the device."""
+from actmem.runtime.swap.tier import Copy, SwapTier, SwapWarning
 
 
 class _Leaving(NamedTuple):
@@ -54,7 +52,7 @@ class CallSwaps:
 
 
 class Swapper:
-    """Moves storages to `tiers` and back. A rule without a tier takes the first of `usual` that has room."""
+    """Moves storages of `device` to `tiers` and back. A rule without a tier takes the first of `usual` with room."""
 
     def __init__(
         self,
@@ -65,8 +63,10 @@ class Swapper:
         prefetch: int,
         min_swap_bytes: int,
         in_flight_limit: int,
+        device: torch.device | None = None,
     ) -> None:
         self.min_swap_bytes = min_swap_bytes
+        self._device = device or torch.device("cpu")
         self._tiers = {tier.name: tier for tier in tiers}
         self._usual = tuple(usual)
         self._counters = counters
@@ -172,7 +172,8 @@ class Swapper:
             self._wanted.popleft()
 
     def _offload(self, tensor: Tensor, order: SwapOrder, call: CallSwaps, verify: bool) -> SwappedStorage | None:
-        if not can_be_swapped(tensor):
+        if tensor.device != self._device or not can_be_swapped(tensor):
+            self._note_unfit(tensor)
             return None
         data = bytes_of(tensor)
         self._settle()
@@ -194,6 +195,14 @@ class Swapper:
         call.storages.append(weakref.ref(storage))
         return storage
 
+    def _note_unfit(self, tensor: Tensor) -> None:
+        self._counters.num_unfit += 1
+        if tensor.device != self._device or type(tensor) not in (Tensor, Parameter):
+            self._say(
+                f"what is a {type(tensor).__name__} on {tensor.device} stays there: only plain tensors on "
+                f"{self._device} are swapped; save it in the plan"
+            )
+
     def _copy_to_a_tier(self, data: Tensor, order: SwapOrder) -> Copy | None:
         names = self._usual if order.tier is None else (order.tier,)
         tiers = [self._tiers[name] for name in names if name in self._tiers and self._tiers[name].is_open]
@@ -206,7 +215,10 @@ class Swapper:
             if copy is not None:
                 return copy
         if any(tier.is_open for tier in tiers):
-            self._say(f"no room is left in {' or '.join(names)}: what finds none stays on the device")
+            self._say(
+                f"no room is left in {' or '.join(names)}, so what finds none stays on the device: raise "
+                f"{' or '.join(f'memory.{name}_limit' for name in names)}, or swap less"
+            )
         return None
 
     def _settle(self) -> None:
@@ -296,7 +308,10 @@ class Swapper:
     def _close(self, tier: SwapTier, error: OSError) -> None:
         if tier.is_open:
             tier.is_open = False
-            self._say(f"the swap tier {tier.name} is closed, and what would go there stays on the device: {error}")
+            self._say(
+                f"the swap tier {tier.name} is closed, and what would go there stays on the device: {error}; training "
+                "goes on, with more memory; to swap again, mend that and start anew"
+            )
 
     def _say(self, message: str) -> None:
         if message not in self._said:

@@ -10,6 +10,10 @@ from torch import Tensor
 from actmem.planning.plan import Tier
 
 
+class SwapWarning(UserWarning):
+    """Something that should have been swapped stays on the device, or swaps at more cost than it must."""
+
+
 class Copy(Protocol):
     """One storage's bytes in `tier`. When the last reference to it goes, its place is free again."""
 

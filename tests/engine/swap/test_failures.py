@@ -155,7 +155,7 @@ def test_invariant_15_a_file_that_changed_is_found(kind: str, tmp_path: Path) ->
         file = file_of(run.applied)
         noise = torch.full((2**20 + 4096,), 7, dtype=torch.uint8)
         address = -(-noise.data_ptr() // 4096) * 4096
-        file.write(address, [Range(0, 2**20)])
+        file.write(address, 2**20, [Range(0, 2**20)])
         with pytest.raises(SwapError, match=r"came back .* with other bytes"):
             loss.backward()
 
@@ -275,7 +275,7 @@ def test_no_host_memory_at_all_closes_the_tier(kind: str, tmp_path: Path, monkey
 
     monkeypatch.setattr(HostMemory, "empty", refuse)
     with (
-        pytest.warns(SwapWarning, match="is closed.*no host memory: can't allocate memory$") as caught,
+        pytest.warns(SwapWarning, match="is closed.*no host memory: can't allocate memory;") as caught,
         seeded_plan(small_stack(HABIT), EVERYTHING, tmp_path, kinds=(kind,), regions=REGIONS) as run,
     ):
         assert_same_steps(stack_steps(run.model), stack_without_plan(HABIT))
