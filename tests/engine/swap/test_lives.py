@@ -45,6 +45,7 @@ from torch import Tensor, nn
 
 from actmem.errors import InPlaceEditError
 from actmem.planning import Plan, Rule
+from actmem.runtime.learning import Script
 from actmem.runtime.swap.disk import DiskTier
 from actmem.runtime.swap.storage import SwappedStorage
 
@@ -457,8 +458,8 @@ def test_invariant_09_an_order_does_not_pass_to_the_next_storage_at_its_place(
 
     model = Stack(FunctionBlock(forward))
     model.blocks[0].counts = iter([1, 2, 3, 4, 5, 6])
-    rules = (Rule(r"mul(#\d*[02468])?", SWAP), Rule(r"exp(#\d+)?", RECOMPUTE))  # what is recomputed has to be watched
-    plan = Plan("swaps what dies", rules)
+    plan = Plan("swaps what dies", (Rule(r"mul(#\d*[02468])?", SWAP),))
+    monkeypatch.setattr(Script, "watches_ops", True)  # else nobody notices that another number of ops has run
     offered = Offered(monkeypatch)
     with seeded_plan(model, plan, tmp_path, regions=["blocks.0"]) as run:
         run.model.blocks[0].counts = iter([1, 2, 3, 4, 5, 6])
