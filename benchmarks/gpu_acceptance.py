@@ -32,7 +32,7 @@ from actmem.measuring.result import BenchResult
 from actmem.models.building import build_model
 from actmem.reporting.tables import bench_notes, bench_table, swap_table
 from actmem.runtime import apply
-from actmem.tracing import trace_shapes
+from actmem.tracing import trace_run
 from actmem.training.loss import next_token_loss
 from benchmarks.machine import Machine
 
@@ -139,7 +139,7 @@ def _num_layers(fields: dict[str, object], batch: tuple[int, int], device: torch
         data=DataConfig(path=["*"], sequence_length=batch[1]),
         train=TrainConfig(micro_batch_size=batch[0]),
     )
-    graph = trace_shapes(run)
+    graph, _ = trace_run(run)
     region = graph.of_layer(next(iter(graph.layers)))
     held = unplanned_fates(region).held_bytes
     weights = sum(region.storages[index].num_bytes for index in _parameters(region))

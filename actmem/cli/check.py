@@ -78,17 +78,18 @@ def _find(config: Path, overrides: Sequence[str]) -> Findings:
 
 def _look_at_layers(run: RunConfig, found: Findings) -> None:
     """Add what the layers of the model say to a sound configuration."""
-    from actmem.cli.planned import graph_of, rules_of
+    from actmem.cli.planned import rules_of
     from actmem.models.shapes import build_shapes
     from actmem.planning.matching import match_patterns
     from actmem.reporting.effect import effect_of
+    from actmem.tracing import trace_run
 
     try:
         model = build_shapes(run.model)
         if run.policy in YARDSTICKS:
             return
         source = rules_of(run, model)
-        graph, _ = graph_of(run, model)
+        graph, _ = trace_run(run, model)
         found.matches = match_patterns(run, graph)
         found.effect = effect_of(graph, source, min_swap_bytes=run.memory.min_swap_bytes)
     except ApplyError as error:

@@ -33,11 +33,11 @@ def explain(
     refuse_yardsticks(run)
     from actmem.models.shapes import build_shapes
     from actmem.reporting.explanation import explain_layers
-    from actmem.tracing import trace_shapes
+    from actmem.tracing import trace_run
 
     model = build_shapes(run.model)
     source = rules_of(run, model)
-    graph = trace_shapes(run)
+    graph, _ = trace_run(run, model)
     explanations = explain_layers(
         graph, source, _wanted(layer, len(graph.layers)), min_swap_bytes=run.memory.min_swap_bytes
     )

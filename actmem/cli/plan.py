@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmem.cli.planned import graph_of, refuse_yardsticks, rules_of
+from actmem.cli.planned import refuse_yardsticks, rules_of
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -49,10 +49,11 @@ def plan(
 def _made(run: RunConfig) -> Plan:
     from actmem.models.shapes import build_shapes
     from actmem.planning.sections import plan_of
+    from actmem.tracing import trace_run
 
     model = build_shapes(run.model)
     source = rules_of(run, model)
-    graph, made_for = graph_of(run, model)
+    graph, made_for = trace_run(run, model)
     given = plan_of(run)
     if isinstance(given, Path):
         given = Plan.load(given)

@@ -11,8 +11,6 @@ from actmem.errors import ConfigError, Fault
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from actmem.graph import Graph
-    from actmem.planning import Fingerprint
     from actmem.runtime.engine import RuleSource
 
 YARDSTICKS = ("torch-full", "torch-sac")
@@ -35,15 +33,3 @@ def rules_of(run: RunConfig, model: PreTrainedModel) -> RuleSource:
     if isinstance(plan, Path):
         apply(model, plan).remove()  # refuses a plan that was made for another model
     return rule_source(plan)
-
-
-def graph_of(run: RunConfig, model: PreTrainedModel) -> tuple[Graph, Fingerprint]:
-    """What the layers of `model` do with one micro-batch of `run`, and what a plan for that is made for."""
-    import torch
-
-    from actmem.tracing import trace_for_plan
-
-    shape = (run.train.micro_batch_size, run.data.sequence_length)
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.train.autocast is not None):
-        return trace_for_plan(model, {"input_ids": tokens, "use_cache": False})

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from actmem._compat import DATA_DEPENDENT_ERRORS, FakeGroupedProducts, FakeTensorMode
 from actmem.config.schema import RunConfig
@@ -48,15 +49,16 @@ def trace_for_plan(model: nn.Module, batch: Mapping[str, object]) -> tuple[Graph
         return _sort_by_kind(model, graphs), made_for
 
 
-def trace_shapes(config: RunConfig) -> Graph:
-    """The graph of the layers that a run trains, for one micro-batch, without making or reading a weight.
+def trace_run(config: RunConfig, model: PreTrainedModel | None = None) -> tuple[Graph, Fingerprint]:
+    """What the layers that a run trains do with one micro-batch, and what a plan for exactly that is made for.
 
-    Raises `ModelError` and `ApplyError`.
+    No weight is made or read: `model` is on the meta device, as `build_shapes` gives it, which is what is taken without
+    one. Raises `ModelError` and `ApplyError`.
     """
     shape = (config.train.micro_batch_size, config.data.sequence_length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.train.autocast is not None):
-        return trace(build_shapes(config.model).base_model, {"input_ids": tokens, "use_cache": False})
+        return trace_for_plan(model or build_shapes(config.model), {"input_ids": tokens, "use_cache": False})
 
 
 def _run_without_memory(model: nn.Module, batch: Mapping[str, object]) -> None:
