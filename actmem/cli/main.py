@@ -21,7 +21,7 @@ from actmem.cli.train import train
 from actmem.errors import ActmemError
 
 app = typer.Typer(
-    help="Train transformers in less memory: every tensor autograd saves is saved or recomputed, by plan.",
+    help="Train transformers in less memory: every tensor autograd saves is saved, recomputed or swapped, by plan.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # help and errors quote what the user typed, which may hold brackets

@@ -31,7 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run configuration in the YAML file at `path`, with overrides such as ``train.steps=20`` laid over it.
 
     Relative paths in the file (`model.path`, `plan`, `data.path`, `data.tokenizer`, `data.cache_dir`,
-    `train.output_dir`) are seen from the current working directory, not from the file's.
+    `memory.disk_path`, `train.output_dir`) are seen from the current working directory, not from the file's.
 
     Raises `ConfigError` with every fault of the file and the overrides.
     """

@@ -123,7 +123,9 @@ def apply(
     Asked for ``activation_swap: attention`` again, with the same settings, it changes nothing and returns what it
     returned the first time. Raises `ApplyError` for a model that cannot be planned or a tier that cannot be had,
     `PlanError` for a plan that is malformed or made for another model, `ConfigError` for wrong settings, and
-    `PlatformError` for another platform than torch. Then the model is untouched.
+    `PlatformError` for another platform than torch. Then the model is untouched. While the model runs, rules that do
+    nothing are told by a `NoEffectWarning`, and what should be swapped and stays by a `SwapWarning`; a swapped value
+    that cannot be had back is a `SwapError`.
     """
     if isinstance(plan, RunConfig) and memory is None:
         memory = plan.memory

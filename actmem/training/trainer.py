@@ -65,8 +65,9 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
     """Train as `config` says, going on from the newest checkpoint in `train.output_dir` unless `train.resume` is off.
 
     Ctrl-C or SIGTERM finishes the step in hand, saves a checkpoint and returns. `progress` shows the run on standard
-    error. Raises `DataError`, `ModelError`, `ApplyError`, `PlanError`, `CheckpointError`, and `NonFiniteError` for a
-    loss or gradient that is not finite.
+    error. Raises `DataError`, `ModelError`, `ApplyError`, `PlanError`, `PlatformError`, `CheckpointError`,
+    `ConfigError` for tiers that are too small for what the plan swaps, `SwapError` for a swapped value that cannot be
+    read back, and `NonFiniteError` for a loss or gradient that is not finite.
     """
     directory = RunDirectory(config.train.output_dir)
     with ExitStack() as stack:
