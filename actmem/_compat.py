@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry as torch_flop_registry
@@ -30,6 +31,7 @@ __all__ = [
     "asked_by_python_function",
     "async_collective_types",
     "below_autograd",
+    "count_versions_together",
     "dispatch_off",
     "dtensor_functions",
     "flop_registry",
@@ -139,6 +141,14 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 def storage_reference(tensor: torch.Tensor) -> object:
     """Something that keeps a storage's `storage_id` from being given to another storage, but not its memory."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def count_versions_together(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether an in-place edit of one counts for both; views that torch does not know to be views count alone."""
+    before = other._version
+    with preserve_versions(one):
+        torch.autograd.graph.increment_version(one)
+        return other._version != before
 
 
 def asked_by_python_function() -> bool:

@@ -14,14 +14,17 @@ from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 from actmem.config.rules import idle_settings
 from actmem.config.schema import ModelConfig, RunConfig
+from actmem.config.section_rules import used_sections
 from actmem.config.shown import quoted
 from actmem.errors import ApplyError, ConfigError, Fault, ModelError, PlanError
 from actmem.planning import Plan
 from actmem.planning.sections import name_of, plan_of
 
 if TYPE_CHECKING:
+    from actmem.graph import Graph
     from actmem.planning.matching import Match
     from actmem.reporting.effect import Effect
+    from actmem.runtime.engine import RuleSource
 
 # What a forward pass says of sizes and fields that do not fit together.
 _FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
@@ -92,6 +95,7 @@ def _look_at_layers(run: RunConfig, found: Findings) -> None:
         graph, _ = trace_run(run, model)
         found.matches = match_patterns(run, graph)
         found.effect = effect_of(graph, source, min_swap_bytes=run.memory.min_swap_bytes)
+        _look_at_tiers(run, source, graph, found)
     except ApplyError as error:
         found.warnings.append(Fault("model", f"patterns and bytes cannot be told: {error}"))
     except PlanError as error:
@@ -99,6 +103,28 @@ def _look_at_layers(run: RunConfig, found: Findings) -> None:
     except (ModelError, *_FORWARD_ERRORS) as error:
         found.faults.append(Fault("model", str(error)))
     _judge_matches(run, found)
+
+
+def _look_at_tiers(run: RunConfig, source: RuleSource, graph: Graph, found: Findings) -> None:
+    """Add what is wrong with the places to swap to, where this machine has the device that the run is for."""
+    from actmem.runtime.swap.building import wanted_tiers
+    from actmem.training.capacity import too_small_tiers
+    from actmem.training.device import choose_device
+
+    if not source.may_swap:
+        return
+    try:
+        device = choose_device(run.train.device)
+    except ConfigError:
+        return
+    try:
+        wanted_tiers(run.memory, device, source.tiers)
+        found.faults += too_small_tiers(graph, source, run.memory, device)
+    except ApplyError as error:
+        found.faults.append(Fault("memory.tier", str(error), run.memory.tier))
+    if not used_sections(run) and found.effect is not None and not found.effect.total("swapped_bytes"):
+        problem = "nothing is swapped: what the plan names is not saved, or is smaller"
+        found.warnings.append(Fault("memory.min_swap_bytes", problem, run.memory.min_swap_bytes))
 
 
 def _judge_matches(run: RunConfig, found: Findings) -> None:

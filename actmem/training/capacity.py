@@ -28,18 +28,22 @@ def refuse_too_small_tiers(config: RunConfig, source: RuleSource, device: torch.
     """
     if not source.may_swap:
         return
-    memory = config.memory
     try:
         graph, _ = trace_run(config)
     except ApplyError:
         return
-    faults = [
+    faults = too_small_tiers(graph, source, config.memory, device)
+    if faults:
+        raise ConfigError(faults)
+
+
+def too_small_tiers(graph: Graph, source: RuleSource, memory: MemoryConfig, device: torch.device) -> list[Fault]:
+    """A fault for each tier that may take less than the layers swap in one forward pass, with the number needed."""
+    return [
         _fault(tiers[-1], needed, room, memory)
         for tiers, needed in swapped_bytes(graph, source, memory, device).items()
         if needed > (room := sum(_room(tier, memory) for tier in tiers))
     ]
-    if faults:
-        raise ConfigError(faults)
 
 
 def swapped_bytes(graph: Graph, source: RuleSource, memory: MemoryConfig, device: torch.device) -> Need:

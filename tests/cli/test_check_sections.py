@@ -222,3 +222,19 @@ def test_a_full_size_mixture_is_checked_in_little_time_and_memory(tmp_path: Path
     subprocess.run([sys.executable, "-m", "actmem.cli.main", "check", str(path)], check=True, capture_output=True)
     assert time.perf_counter() - started < 60  # 10 s on two free cores
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20  # KiB
+
+
+@pytest.mark.parametrize(
+    ("memory", "field"),
+    [("memory.tier=host", "memory.tier"), ("memory.disk_limit=1KiB", "memory.disk_limit")],
+)
+def test_what_training_would_refuse_is_a_fault(config: Path, memory: str, field: str) -> None:
+    code, told = found(config, "activation_swap: attention", memory, "train.device=cpu")
+    assert code == 2
+    assert [fault["path"] for fault in told["faults"]] == [field]
+
+
+def test_a_swap_that_swaps_nothing_is_a_warning(config: Path) -> None:
+    code, told = found(config, "policy: attention-swap", "memory.min_swap_bytes=1GiB", "train.device=cpu")
+    assert code == 1
+    assert [warning["path"] for warning in told["warnings"]] == ["memory.min_swap_bytes"]

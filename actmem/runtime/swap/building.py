@@ -11,7 +11,7 @@ import torch
 
 from actmem.config.schema import MemoryConfig
 from actmem.errors import ApplyError
-from actmem.planning.plan import Tier
+from actmem.planning.plan import TIERS, Tier
 from actmem.runtime.swap.counters import SwapCounters
 from actmem.runtime.swap.disk import DiskTier
 from actmem.runtime.swap.host import HostTier, SlabPool
@@ -32,12 +32,7 @@ def build_swapper(memory: MemoryConfig, device: torch.device, named: Set[Tier], 
     """
     usual = usual_tiers(memory, device)
     counters = SwapCounters()
-    wanted = [name for name in ("host", "disk") if name in {*usual, *named}]
-    if "host" in wanted and device.type == "cpu":
-        raise ApplyError(
-            "the tier 'host' swaps to the memory beside a device, but here the device is the CPU and that memory its "
-            "own; allowed on the CPU: disk (memory.tier: disk or auto)"
-        )
+    wanted = wanted_tiers(memory, device, named)
     tiers: list[SwapTier] = []
     engine = None if device.type == "cpu" else StreamEngine(device)
     if "host" in wanted and engine is not None:
@@ -55,6 +50,17 @@ def build_swapper(memory: MemoryConfig, device: torch.device, named: Set[Tier], 
         in_flight_limit=memory.in_flight_limit,
         device=device,
     )
+
+
+def wanted_tiers(memory: MemoryConfig, device: torch.device, named: Set[Tier]) -> list[Tier]:
+    """The tiers that settings and rules may use. Raises `ApplyError` for one that the device does not have."""
+    wanted = {*usual_tiers(memory, device), *named}
+    if "host" in wanted and device.type == "cpu":
+        raise ApplyError(
+            "the tier 'host' swaps to the memory beside a device, but here the device is the CPU and that memory its "
+            "own; allowed on the CPU: disk (memory.tier: disk or auto)"
+        )
+    return [name for name in TIERS if name in wanted]
 
 
 def usual_tiers(memory: MemoryConfig, device: torch.device) -> tuple[Tier, ...]:

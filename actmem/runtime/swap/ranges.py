@@ -6,6 +6,7 @@ so that the space grows only when too few bytes are free in all. What is freed j
 
 from __future__ import annotations
 
+import errno
 import threading
 from bisect import bisect_left, insort
 from collections import deque
@@ -75,6 +76,10 @@ class RangeAllocator:
                 return None
             self.num_hits += missing <= 0
             ranges = self._take(wanted)
+            if sum(each.num_bytes for each in ranges) != wanted:  # a signal broke into the record of what is free
+                raise OSError(
+                    errno.EIO, "the record of free ranges is broken, since an interrupt came while it changed"
+                )
             self.used_bytes += wanted
             self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
             return ranges

@@ -39,6 +39,7 @@ class SwappedStorage:
     __slots__ = (
         "__weakref__",
         "copy",
+        "counter",
         "data",
         "digest",
         "done",
@@ -58,6 +59,8 @@ class SwappedStorage:
         self.identity = storage_id(tensor)
         self.reference = storage_reference(tensor)
         self.version = tensor._version
+        self.counter = tensor.detach()  # counts versions with the tensor, and has no memory
+        self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.num_bytes = data.numel()
         self.data: Tensor | None = data
         self.copy: Copy | None = copy

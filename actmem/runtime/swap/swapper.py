@@ -9,6 +9,7 @@ worse, and waiting would be. Reloads run ahead of the backward pass by `prefetch
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
@@ -22,13 +23,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from actmem._compat import dispatch_off, storage_id
+from actmem._compat import count_versions_together, dispatch_off, storage_id
 from actmem.errors import SwapError
 from actmem.planning.plan import Tier
 from actmem.runtime.digest import digest_of
 from actmem.runtime.swap.counters import SwapCounters
 from actmem.runtime.swap.storage import SwapOrder, SwappedStorage, SwappedView, bytes_of, can_be_swapped
 from actmem.runtime.swap.tier import Copy, SwapTier, SwapWarning
+
+_FORKED = (
+    "the process was forked after the plan was applied, and the tiers belong to its parent; nothing is swapped here: "
+    "apply the plan in the new process, or fork before"
+)
 
 
 class _Leaving(NamedTuple):
@@ -82,6 +88,7 @@ class Swapper:
         self._wanted: deque[weakref.ref[SwappedStorage]] = deque()
         self._coming: list[weakref.ref[SwappedStorage]] = []
         self._said: set[str] = set()
+        self._pid = os.getpid()
 
     @property
     def counters(self) -> SwapCounters:
@@ -105,6 +112,12 @@ class Swapper:
     def swap(self, tensor: Tensor, order: SwapOrder, call: CallSwaps, *, verify: bool) -> SwappedView | None:
         """Let the storage behind `tensor` leave; ``None`` where it has to stay."""
         with self._lock, dispatch_off():
+            if os.getpid() != self._pid:
+                self._say(_FORKED)
+                return None
+            if not can_be_swapped(tensor):
+                self._note_unfit(tensor)
+                return None
             storage = self.find(tensor)
             if storage is None and storage_id(tensor) not in call.refused:
                 storage = self._offload(tensor, order, call, verify)
@@ -116,7 +129,9 @@ class Swapper:
     def find(self, tensor: Tensor) -> SwappedStorage | None:
         """The swapped storage that `tensor` looks into, with the contents it has now."""
         storage = self._known.get(storage_id(tensor))
-        return storage if storage is not None and storage.version == tensor._version else None
+        if storage is None or storage.version != tensor._version:
+            return None
+        return storage if count_versions_together(storage.counter, tensor) else None
 
     def take(self, view: SwappedView) -> Tensor:
         """The tensor, for one use of it; waits for what is not there yet. Raises `SwapError`."""
@@ -172,7 +187,7 @@ class Swapper:
             self._wanted.popleft()
 
     def _offload(self, tensor: Tensor, order: SwapOrder, call: CallSwaps, verify: bool) -> SwappedStorage | None:
-        if tensor.device != self._device or not can_be_swapped(tensor):
+        if tensor.device != self._device:
             self._note_unfit(tensor)
             return None
         data = bytes_of(tensor)
@@ -267,6 +282,8 @@ class Swapper:
         return False
 
     def _bring(self, storage: SwappedStorage) -> Tensor:
+        if storage.data is None and os.getpid() != self._pid:
+            raise SwapError(f"{storage.path} of {storage.region} was swapped by the parent of this process: {_FORKED}")
         self._want(storage)
         if storage.data is None:
             assert storage.reload is not None and storage.copy is not None

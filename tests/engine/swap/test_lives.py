@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import subprocess
+import sys
 import threading
 import tracemalloc
 import weakref
@@ -26,6 +28,7 @@ from planned_runs import (
     planned_copy,
     stack_steps,
     token_batch,
+    training_step,
     two_blocks,
 )
 from swapped_runs import (
@@ -557,3 +560,73 @@ def test_invariant_10_threads_end_with_their_plan(tmp_path: Path) -> None:
     for each in ours:
         each.join(timeout=5)
     assert not any(each.is_alive() for each in ours)
+
+
+# What an adversary found
+
+
+def conjugate(block: Any, hidden: Tensor) -> Tensor:
+    turned = torch.complex(hidden, block.linear(hidden))
+    return (turned * turned.conj() + turned.conj() @ turned.mT).abs()
+
+
+def test_invariant_01_a_conjugate_view_is_not_taken_for_what_it_views(tmp_path: Path) -> None:
+    model = Stack(FunctionBlock(conjugate))
+    with seeded_plan(model, Plan("all", (Rule(".*", SWAP),)), tmp_path, regions=["blocks.0"]) as run:
+        for _ in range(3):
+            assert_same_steps(
+                [training_step(run.model, lambda each: each(features(8, 8).requires_grad_()).sum())],
+                [training_step(model, lambda each: each(features(8, 8).requires_grad_()).sum())],
+            )
+
+
+def halves(block: Any, hidden: Tensor) -> Tensor:
+    first, second = torch.unsafe_chunk(block.linear(hidden) * 1, 2, dim=-1)
+    if next(block.turns):
+        first.mul_(2)
+        left = first.sin()
+        second.mul_(3)
+        return left * second.sin()
+    return first.sin() * second.sin()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_invariant_06_views_that_count_versions_alone_are_told_apart(seed: int, tmp_path: Path) -> None:
+    turns = [False, True, True, True]
+    model = Stack(FunctionBlock(halves))
+    with seeded_plan(model, Plan("all", (Rule(".*", SWAP),)), tmp_path, seed=seed, regions=["blocks.0"]) as run:
+        model.blocks[0].turns, run.model.blocks[0].turns = iter(turns), iter(turns)
+        for _ in turns:
+            assert_same_steps(
+                [training_step(run.model, lambda each: each(features(8, 8).requires_grad_()).sum())],
+                [training_step(model, lambda each: each(features(8, 8).requires_grad_()).sum())],
+            )
+
+
+FORKED = """
+import os, sys, warnings
+import torch
+from torch import nn
+from actmem import SwapError, apply
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
+applied = apply(model, "layer-swap", regions=["0"], memory={"min_swap_bytes": 0, "disk_path": sys.argv[1]})
+inputs = torch.randn(64, 64, requires_grad=True)
+def gradient():
+    model.zero_grad()
+    model(inputs).sum().backward()
+    return model[0][0].weight.grad.clone()
+expected = gradient()
+child = os.fork()
+for _ in range(20):
+    assert torch.equal(gradient(), expected)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+print("same")
+"""
+
+
+def test_a_forked_process_does_not_write_into_its_parents_file(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["same", "same"], done.stderr
