@@ -38,7 +38,7 @@ SWAP_POLICIES = (
     f"{_PLANS}/full_inputs_swapped.yaml",
     f"{_PLANS}/mixed.yaml",
 )
-_WIDTH = 120
+_WIDTH = 130
 _NUM_LAYERS = 6
 
 
