@@ -60,12 +60,13 @@ def test_invariant_01_same_numbers_under_every_policy(
     model, batches, autocast = model_and_batches(family, precision, attention, dropout, padded)
     with repeatable(family):
         unplanned = language_steps(copy.deepcopy(model), batches, autocast)
-        for policy in POLICIES:
+        for policy in (*POLICIES, "layer-swap"):
             planned, applied = planned_copy(model, policy)
             with applied:
                 assert_same_steps(language_steps(planned, batches, autocast), unplanned, policy)
             assert (applied.stats.dropped_bytes > 0) == (policy in RECOMPUTING), policy
             assert (applied.stats.num_replayed_ops > 0) == (policy in RECOMPUTING), policy
+            assert (applied.stats.swap.num_out > 0) == (policy == "layer-swap"), policy
 
 
 @pytest.mark.parametrize("policy", RECOMPUTING)
