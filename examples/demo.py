@@ -32,7 +32,7 @@ POLICIES = (
     "torch-sac",
     "torch-full",
 )
-ROUNDS = 3
+ROUNDS = 2
 SEQUENCE_LENGTH = 512
 # Large enough that activations outweigh all else, small enough for a laptop.
 SHAPE = {
