@@ -14,7 +14,6 @@ from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 from actmem.config.rules import idle_settings
 from actmem.config.schema import ModelConfig, RunConfig
-from actmem.config.section_rules import used_sections
 from actmem.config.shown import quoted
 from actmem.errors import ApplyError, ConfigError, Fault, ModelError, PlanError
 from actmem.planning import Plan
@@ -116,15 +115,22 @@ def _look_at_tiers(run: RunConfig, source: RuleSource, graph: Graph, found: Find
     try:
         device = choose_device(run.train.device)
     except ConfigError:
-        return
-    try:
-        wanted_tiers(run.memory, device, source.tiers)
-        found.faults += too_small_tiers(graph, source, run.memory, device)
-    except ApplyError as error:
-        found.faults.append(Fault("memory.tier", str(error), run.memory.tier))
-    if not used_sections(run) and found.effect is not None and not found.effect.total("swapped_bytes"):
-        problem = "nothing is swapped: what the plan names is not saved, or is smaller"
-        found.warnings.append(Fault("memory.min_swap_bytes", problem, run.memory.min_swap_bytes))
+        device = None
+    if device is not None:
+        try:
+            wanted_tiers(run.memory, device, source.tiers)
+            found.faults += too_small_tiers(graph, source, run.memory, device)
+        except ApplyError as error:
+            found.faults.append(Fault("memory.tier", str(error), run.memory.tier))
+    if found.effect is not None and not found.effect.total("swapped_bytes"):
+        problem = "moves nothing: all that could be swapped is smaller than memory.min_swap_bytes"
+        found.warnings.append(Fault(_swapping_setting(run), problem, run.memory.min_swap_bytes))
+
+
+def _swapping_setting(run: RunConfig) -> str:
+    if run.plan is not None or run.policy is not None:
+        return "plan" if run.plan is not None else "policy"
+    return "swap" if run.swap.enable else "activation_swap"
 
 
 def _judge_matches(run: RunConfig, found: Findings) -> None:
@@ -139,11 +145,6 @@ def _judge_matches(run: RunConfig, found: Findings) -> None:
         for match in wanting
     ]
     (found.faults if run.memory.strict_matching else found.warnings).extend(notes)
-    swaps = run.activation_swap != "none" or run.swap.enable
-    if found.effect is not None and swaps and not found.effect.total("swapped_bytes"):
-        problem = "moves nothing: all that could be swapped is smaller than memory.min_swap_bytes"
-        setting = "swap" if run.swap.enable else "activation_swap"
-        found.warnings.append(Fault(setting, problem, run.memory.min_swap_bytes))
 
 
 def _listed(names: tuple[str, ...]) -> str | None:

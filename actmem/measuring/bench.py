@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
 import torch
@@ -27,7 +26,7 @@ from actmem.measuring.floor import peak_floor_bytes, unplanned_fates
 from actmem.measuring.interleave import Timing, interleave
 from actmem.measuring.peak import measure_peak
 from actmem.measuring.resident import measure_resident
-from actmem.measuring.result import BASELINE, BenchResult, Holdings, PolicyResult, SwapFigures
+from actmem.measuring.result import BASELINE, BenchResult, Holdings, PolicyResult
 from actmem.planning import Plan
 from actmem.runtime import Applied, Stats, apply
 from actmem.runtime.swap.counters import SwapCounters
@@ -138,19 +137,12 @@ class _Contender:
             self._counts.append(self._applied.stats.swap)
         return loss.detach()
 
-    def copied(self, rounds: int) -> SwapFigures | None:
+    def copied(self, rounds: int) -> SwapCounters | None:
         """What the last `rounds` steps copied, in the middle."""
         if not self._counts:
             return None
         steps = [after.since(before) for before, after in pairwise(self._counts[-rounds - 1 :])]
-        return SwapFigures(
-            bytes_out=int(median(each.bytes_out for each in steps)),
-            bytes_in=int(median(each.bytes_in for each in steps)),
-            out_seconds=median(each.copy_out_seconds for each in steps),
-            in_seconds=median(each.copy_in_seconds for each in steps),
-            exposed_seconds=median(each.exposed_seconds for each in steps),
-            bytes_stayed=int(median(each.bytes_refused + each.bytes_no_room for each in steps)),
-        )
+        return SwapCounters.middle(steps)
 
     def measure_memory(self, graph: Graph) -> tuple[int, Holdings | None]:
         """The peak of one step, and what its layers held."""
@@ -179,7 +171,7 @@ def _measure(
     contender: _Contender,
     reference: Reference,
     timing: Timing,
-    copied: SwapFigures | None,
+    copied: SwapCounters | None,
     graph: Graph,
     on_step: OnStep,
 ) -> PolicyResult:

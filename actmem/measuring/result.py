@@ -11,6 +11,7 @@ from typing import Any
 from actmem.measuring.agreement import Agreement
 from actmem.measuring.interleave import Timing
 from actmem.planning.fates import INPUT, SAVED, SMALL
+from actmem.runtime.swap.counters import SwapCounters
 
 BASELINE = "none"
 
@@ -38,34 +39,11 @@ class Holdings:
 
 
 @dataclass(frozen=True)
-class SwapFigures:
-    """What was copied in one step, in the middle one of those timed: bytes out and in, the seconds that each way was
-    busy, and those that the step waited for copies. `bytes_stayed` should have left but found the queue or the tier
-    full."""
-
-    bytes_out: int
-    bytes_in: int
-    out_seconds: float
-    in_seconds: float
-    exposed_seconds: float
-    bytes_stayed: int
-
-    @property
-    def copy_seconds(self) -> float:
-        """Both ways together."""
-        return self.out_seconds + self.in_seconds
-
-    @property
-    def hidden_share(self) -> float:
-        """How much of the copies' time the step did not wait for."""
-        return max(0.0, 1.0 - self.exposed_seconds / self.copy_seconds) if self.copy_seconds else 1.0
-
-
-@dataclass(frozen=True)
 class PolicyResult:
     """One policy. `peak_bytes` is above parameters and standing gradients; `holdings` is ``None`` for torch's own ways
     of recomputing, which do not tell. `resident_bytes` is by how much the process had grown at the end of a forward
-    pass, ``None`` where the kernel does not tell; `swap` is ``None`` where nothing was copied."""
+    pass, ``None`` where the kernel does not tell; `swap` counts
+    what was copied in a step, the middle one of those timed, and is ``None`` for a policy that does not swap."""
 
     policy: str
     peak_bytes: int
@@ -73,7 +51,7 @@ class PolicyResult:
     agreement: Agreement
     holdings: Holdings | None
     resident_bytes: int | None = None
-    swap: SwapFigures | None = None
+    swap: SwapCounters | None = None
 
 
 @dataclass(frozen=True)
@@ -102,10 +80,10 @@ class BenchResult:
         """A policy's step time by that of the unplanned model, round by round, the median of those."""
         return result.timing.ratio_to(self.baseline.timing)
 
-    def bound_seconds(self, swap: SwapFigures) -> float:
+    def bound_seconds(self, swap: SwapCounters) -> float:
         """A step that computes what the unplanned one does, and copies this, can hardly be shorter: the longest of the
         fastest unplanned step and of the copies in each direction, which may run at the same time."""
-        return max(self.baseline.timing.fastest, swap.out_seconds, swap.in_seconds)
+        return max(self.baseline.timing.fastest, swap.copy_out_seconds, swap.copy_in_seconds)
 
     @property
     def is_repeatable(self) -> bool:
@@ -150,5 +128,5 @@ def _policy_from_dict(data: Mapping[str, Any]) -> PolicyResult:
         agreement=Agreement(**data["agreement"]),
         holdings=None if data["holdings"] is None else Holdings(**data["holdings"]),
         resident_bytes=data["resident_bytes"],
-        swap=None if data["swap"] is None else SwapFigures(**data["swap"]),
+        swap=None if data["swap"] is None else SwapCounters(**data["swap"]),
     )

@@ -144,9 +144,9 @@ def _swap_cells(result: BenchResult, each: PolicyResult) -> list[str]:
         _mib(swap.bytes_out),
         _mib(swap.bytes_in),
         _mib(swap.bytes_stayed),
-        _ms(swap.copy_seconds),
+        _ms(swap.copy_out_seconds + swap.copy_in_seconds),
         _ms(swap.exposed_seconds),
-        f"{swap.hidden_share:.0%}".removesuffix("%") if swap.copy_seconds else NOTHING,
+        NOTHING if swap.hidden_share is None else f"{100 * swap.hidden_share:.0f}",
         _ms(bound),
         f"{each.timing.fastest / bound:.2f}",
     ]

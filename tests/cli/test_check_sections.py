@@ -234,7 +234,7 @@ def test_what_training_would_refuse_is_a_fault(config: Path, memory: str, field:
     assert [fault["path"] for fault in told["faults"]] == [field]
 
 
-def test_a_swap_that_swaps_nothing_is_a_warning(config: Path) -> None:
+def test_a_policy_that_swaps_nothing_is_a_warning(config: Path) -> None:
     code, told = found(config, "policy: attention-swap", "memory.min_swap_bytes=1GiB", "train.device=cpu")
     assert code == 1
-    assert [warning["path"] for warning in told["warnings"]] == ["memory.min_swap_bytes"]
+    assert [warning["path"] for warning in told["warnings"]] == ["policy"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from statistics import median_high
 from typing import Any
 
 _LEVELS = ("host_high_water_bytes", "disk_high_water_bytes")
@@ -53,6 +55,16 @@ class SwapCounters:
         """What came after `earlier`; high-water marks stay as they are."""
         counted = [each.name for each in fields(self) if each.name not in _LEVELS]
         return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in counted})
+
+    @property
+    def bytes_stayed(self) -> int:
+        """What should have left, but too much was on its way or no tier had room."""
+        return self.bytes_refused + self.bytes_no_room
+
+    @classmethod
+    def middle(cls, several: Sequence[SwapCounters]) -> SwapCounters:
+        """The middle one of each count by itself, of two middle ones the greater."""
+        return cls(**{each.name: median_high(getattr(one, each.name) for one in several) for each in fields(cls)})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, the hidden share included."""

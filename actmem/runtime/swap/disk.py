@@ -105,12 +105,15 @@ class DiskCopy:
             self._keep.clear()
         return withdrawn
 
-    def begin_reload(self, into: Tensor | None = None) -> DiskReload:
-        """Start reading into fresh memory, or into that of `into`."""
-        data = torch.empty(self._num_bytes, dtype=torch.uint8) if into is None else into
-        read = functools.partial(self.tier.file.read, data.data_ptr(), self._num_bytes, self.ranges, self._skip)
-        self._last = self.tier.reader.submit(_copy, [data], read, self.tier.reading)
-        return DiskReload(self.tier, self._last, data)
+    def begin_reload(self, empty: Callable[[int], Tensor] | None = None) -> DiskReload:
+        """Start reading into memory made now, by `empty` where the plain kind will not do."""
+        size = sum(each.num_bytes for each in self.ranges) + BLOCK
+        room = torch.empty(size, dtype=torch.uint8) if empty is None else empty(size)
+        first_block = -room.data_ptr() % BLOCK
+        read = functools.partial(self.tier.file.read, room.data_ptr() + first_block, self.ranges)
+        self._last = self.tier.reader.submit(_copy, [room], read, self.tier.reading)
+        begin = first_block + self._skip
+        return DiskReload(self.tier, self._last, room[begin : begin + self._num_bytes])
 
     @property
     def place(self) -> str:

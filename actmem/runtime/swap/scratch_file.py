@@ -1,20 +1,17 @@
 """A private file without a name, for bytes that nobody needs when the process is gone.
 
-Memory goes to it and comes back past the page cache, so that it really leaves the process. Direct I/O wants memory,
-offset and length in whole blocks. So the blocks around a storage are written straight from where they are, with
-whatever else of this process lies in them. On the way back they go through a small buffer, so that the memory that
-they fill can be as long as the storage and no longer: it then fits where the storage lay.
+Memory goes straight to it and back, past the page cache, so that it really leaves the process and nobody copies it on
+the way. Such direct I/O wants memory, offset and length in whole blocks. So the blocks around a storage are written,
+whatever else of this process lies in them, and read back into memory that begins at the same place of a block.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +21,6 @@ from actmem.runtime.swap.tier import SwapWarning
 
 BLOCK = 4096
 _AT_ONCE = 2**30  # Linux moves at most 2 GiB - 4 KiB in one call
-_BUFFER_BYTES = 2**21
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _NOT_SUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -67,22 +63,17 @@ class ScratchFile:
         if not self.is_direct:
             self._drop_from_cache(ranges, written=True)
 
-    def read(self, address: int, num_bytes: int, ranges: Sequence[Range], skip: int) -> None:
-        """Fill `num_bytes` of memory at `address` from `ranges`, leaving out their first `skip` bytes."""
-        buffer, buffer_address = _buffer()
-        position = -skip
+    def read(self, address: int, ranges: Sequence[Range]) -> None:
+        """Fill memory from the block at `address` on from `ranges`, one after the other."""
         for each in ranges:
             done = 0
             while done < each.num_bytes:
-                part = buffer[: min(each.num_bytes - done, len(buffer))]
+                part = _memory(address + done, min(each.num_bytes - done, _AT_ONCE))
                 read = self._whole_blocks(os.preadv(self._fd, [part], each.start + done), part)
                 if read <= 0:
                     raise OSError(errno.EIO, f"the file ends at offset {each.start + done}")
-                first, last = max(position, 0), min(position + read, num_bytes)
-                if first < last:
-                    ctypes.memmove(address + first, buffer_address + first - position, last - first)
-                position += read
                 done += read
+            address += each.num_bytes
         if not self.is_direct:
             self._drop_from_cache(ranges, written=False)
 
@@ -156,24 +147,6 @@ def _open_unlinked(directory: Path, extra: int) -> int:
         return os.open(name, os.O_RDWR | os.O_CLOEXEC | extra)
     finally:
         Path(name).unlink()
-
-
-class _Buffers(threading.local):
-    """A buffer of whole pages for each thread that reads."""
-
-    memory: memoryview | None = None
-    address = 0
-
-
-_buffers = _Buffers()
-
-
-def _buffer() -> tuple[memoryview, int]:
-    if _buffers.memory is None:
-        pages = mmap.mmap(-1, _BUFFER_BYTES)
-        _buffers.address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-        _buffers.memory = memoryview(pages)
-    return _buffers.memory, _buffers.address
 
 
 def _memory(address: int, num_bytes: int) -> memoryview:

@@ -74,7 +74,7 @@ class StagedCopy:
         """Start reading, and sending on what has been read, to memory that the current stream allocates now."""
         target = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
         engine = self.tier.engine
-        read = self._copy.begin_reload(self.tier.memory.empty(self._num_bytes))
+        read = self._copy.begin_reload(self.tier.memory.empty)
         sent = self.tier.sender.submit(_send, engine, read, target, engine.now())
         return StagedReload(engine, sent, target)
 

@@ -115,7 +115,7 @@ class Swapper:
             if os.getpid() != self._pid:
                 self._say(_FORKED)
                 return None
-            if not can_be_swapped(tensor):
+            if tensor.device != self._device or not can_be_swapped(tensor):
                 self._note_unfit(tensor)
                 return None
             storage = self.find(tensor)
@@ -187,9 +187,6 @@ class Swapper:
             self._wanted.popleft()
 
     def _offload(self, tensor: Tensor, order: SwapOrder, call: CallSwaps, verify: bool) -> SwappedStorage | None:
-        if tensor.device != self._device:
-            self._note_unfit(tensor)
-            return None
         data = bytes_of(tensor)
         self._settle()
         if self._leaving_bytes + data.numel() > self._in_flight_limit:
