@@ -42,8 +42,8 @@ class Holdings:
 class PolicyResult:
     """One policy. `peak_bytes` is above parameters and standing gradients; `holdings` is ``None`` for torch's own ways
     of recomputing, which do not tell. `resident_bytes` is by how much the process had grown at the end of a forward
-    pass, ``None`` where the kernel does not tell; `swap` counts
-    what was copied in a step, the middle one of those timed, and is ``None`` for a policy that does not swap."""
+    pass, ``None`` where the kernel does not tell; `swap` counts what was copied in a step, the middle one of those
+    timed, and is ``None`` for a policy that does not swap."""
 
     policy: str
     peak_bytes: int

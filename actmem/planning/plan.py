@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from actmem.config import patterns
-from actmem.config.layers import from_ranges, to_ranges
 from actmem.errors import PlanError
-
-__all__ = ["INPUT_PATH", "Action", "Fingerprint", "Plan", "Rule", "RuleSet", "from_ranges", "to_ranges"]
 
 INPUT_PATH = "input"
 

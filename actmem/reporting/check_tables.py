@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from actmem.config.layers import to_ranges
 from actmem.planning.matching import Match
-from actmem.planning.plan import to_ranges
 from actmem.reporting.effect import Effect
 from actmem.reporting.tables import NOTHING, plain_table
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from actmem.graph import Graph, RegionGraph
-from actmem.planning import Action, resolve
+from actmem.measuring.floor import unplanned_fates
 from actmem.planning.fates import fates_under
 from actmem.planning.plan import RuleSet
 from actmem.runtime.engine import RuleSource
@@ -62,6 +62,5 @@ def effect_of(graph: Graph, source: RuleSource, *, min_swap_bytes: int) -> Effec
 
 
 def _bytes_of(region: RegionGraph, rules: RuleSet, min_swap_bytes: int) -> tuple[int, int, int, int]:
-    unplanned = resolve(region, lambda path: Action.SAVE)
     fates = fates_under(region, rules, min_swap_bytes=min_swap_bytes)
-    return unplanned.held_bytes, fates.held_bytes, fates.dropped_bytes, fates.swapped_bytes
+    return unplanned_fates(region).held_bytes, fates.held_bytes, fates.dropped_bytes, fates.swapped_bytes

@@ -6,8 +6,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from actmem.config.layers import to_ranges
 from actmem.measuring.result import BenchResult, PolicyResult
-from actmem.planning.plan import to_ranges
 from actmem.reporting.explanation import Explanation, OpRow
 from actmem.units import format_bytes
 

@@ -12,12 +12,13 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from actmem._compat import storage_id
+from actmem.config.layers import to_ranges
 from actmem.config.schema import MemoryConfig
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
 from actmem.planning import Action, Fingerprint, Plan, Policy, Rule
 from actmem.planning.fates import path_of_storage
-from actmem.planning.plan import Tier, to_ranges
+from actmem.planning.plan import Tier
 from actmem.planning.policies import SWAPPING
 from actmem.runtime.learning import Script
 from actmem.runtime.swap.swapper import Swapper

@@ -38,7 +38,8 @@ from actmem.runtime.learning import (
 )
 from actmem.runtime.scope import Scope
 from actmem.runtime.swap.storage import SwapOrder
-from actmem.runtime.tape import Handle, RegionCall, Tape, Value
+from actmem.runtime.tape import Tape
+from actmem.runtime.values import Handle, RegionCall, Value
 
 
 class ScriptedTape(Tape):

@@ -40,8 +40,10 @@ from actmem.runtime.kinds import (
 )
 from actmem.runtime.scope import Scope
 from actmem.runtime.swap.storage import SwapOrder
-from actmem.runtime.tape import Handle, RegionCall, Tape, address_of, version_of
-from actmem.runtime.tape import Value as TapeValue
+from actmem.runtime.tape import Tape
+from actmem.runtime.values import Handle, RegionCall
+from actmem.runtime.values import Value as TapeValue
+from actmem.runtime.witness import address_of, version_of
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from actmem.runtime.learning import LearningTape, Script, tensors_in
 from actmem.runtime.replay import unpack
 from actmem.runtime.stats import RegionStats
 from actmem.runtime.swap.storage import SwapOrder
-from actmem.runtime.tape import RegionCall, ReplayCounters, Tape
+from actmem.runtime.tape import Tape
+from actmem.runtime.values import RegionCall, ReplayCounters
 
 Course = Script | RuleSet | Literal["learn"]
 """How calls of one key run: along a script, by asking the rules at each op, or learning."""

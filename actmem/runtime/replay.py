@@ -16,7 +16,7 @@ from torch import Tensor
 from actmem._compat import asked_by_python_function, below_autograd
 from actmem.errors import InPlaceEditError, ReplayMismatchError
 from actmem.runtime.digest import digest_of
-from actmem.runtime.tape import Handle, Op, Value
+from actmem.runtime.values import Handle, Op, Value
 
 
 def unpack(handle: Handle) -> Tensor:

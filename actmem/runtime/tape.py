@@ -8,10 +8,6 @@ such *sources* end every chain.
 
 So always-saved things need no rule of their own: they are simply not put on the tape. And a call that takes another
 path than the last one costs memory, never correctness, since every chain ends in something that was really there.
-
-Ownership. handle -> Value -> Op -> operand Values: Python's own reference counts free a value with the last handle
-that needs it. An Op refers to its outputs only weakly, and no held tensor carries a `grad_fn` once the tape is
-closed, so there are no cycles.
 """
 
 from __future__ import annotations
@@ -28,120 +24,17 @@ from torch.nn import Parameter
 from actmem._compat import (
     DispatchMode,
     dispatch_off,
-    is_fake,
     storage_bytes,
     storage_id,
     storage_reference,
     wrapping,
 )
-from actmem.runtime.digest import Digest, digest_of
+from actmem.runtime.digest import digest_of
 from actmem.runtime.faces import inner_of
 from actmem.runtime.kinds import Kind
-from actmem.runtime.swap.storage import SwapOrder, SwappedView
-from actmem.runtime.swap.swapper import CallSwaps
-
-Witness = Tensor | weakref.ref[Tensor]
-
-
-class Value:
-    """A tensor of the region call: made by `op` and to be made again, held in `tensor`, or `swapped` (then `witness`
-    tells its version).
-
-    `uses` counts the handles and the ops on the tape that read it, `done` those of them that have read it in this pass
-    over the graph. `memo` keeps a recomputed tensor until all have. `origin`, `version` and `address` tell whether a
-    tensor met later is still this value.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "digest",
-        "done",
-        "memo",
-        "op",
-        "origin",
-        "swapped",
-        "tensor",
-        "uses",
-        "version",
-        "witness",
-    )
-
-    def __init__(self, op: Op | None, origin: Tensor, version: int) -> None:
-        self.op = op
-        self.origin = weakref.ref(origin)
-        self.version = version
-        self.address = address_of(origin)
-        self.tensor: Tensor | None = None
-        self.swapped: SwappedView | None = None
-        self.witness: Witness | None = None
-        self.memo: Tensor | None = None
-        self.uses = 0
-        self.done = 0
-        self.digest: Digest | None = None
-
-
-class Op:
-    """A call that can be made again. `args` and `kwargs` have `Value`s where it had tensors; `outputs` are weak."""
-
-    __slots__ = ("args", "call", "func", "inputs", "kwargs", "outputs", "path")
-
-    def __init__(self, func: Callable[..., Any], path: str, call: RegionCall) -> None:
-        self.func = func
-        self.path = path
-        self.call = call
-        self.args: list[Any] = []
-        self.kwargs: dict[str, Any] | None = None
-        self.inputs: list[Value] = []
-        self.outputs: weakref.ref[Value] | list[weakref.ref[Value] | None] | None = None
-
-
-class RegionCall:
-    """What all handles and ops of one region call share: the region's name, what happened in its backward pass, whether
-    a tensor lies in the model's own parameters and buffers (`owns`), and what was swapped (``None``: nothing may)."""
-
-    __slots__ = ("counters", "device_type", "owns", "region", "swaps")
-
-    def __init__(
-        self,
-        region: str,
-        device_type: str,
-        counters: ReplayCounters,
-        owns: Callable[[Tensor], bool],
-        swaps: CallSwaps | None = None,
-    ) -> None:
-        self.owns = owns
-        self.swaps = swaps
-        self.region = region
-        self.device_type = device_type
-        self.counters = counters
-
-
-class ReplayCounters:
-    """Counts of one region, over all its calls."""
-
-    __slots__ = ("num_replayed_ops", "num_unpacks", "num_verified")
-
-    def __init__(self) -> None:
-        self.num_replayed_ops = 0
-        self.num_unpacks = 0
-        self.num_verified = 0
-
-
-class Handle:
-    """What autograd keeps in place of a tensor: the tensor itself, or the `value` to make it from; and its version when
-    it was saved. `witness` tells the version of a tensor that was let go. `is_source` says that ops on the tape read
-    the held tensor too."""
-
-    __slots__ = ("call", "is_source", "tensor", "value", "version", "witness")
-
-    def __init__(self, call: RegionCall, version: int, tensor: Tensor | None = None) -> None:
-        self.call = call
-        self.version = version
-        self.tensor = tensor
-        self.value: Value | None = None
-        self.witness: Witness | None = None
-        self.is_source = False
+from actmem.runtime.swap.storage import SwapOrder
+from actmem.runtime.values import Handle, Op, RegionCall, Value
+from actmem.runtime.witness import address_of, version_of, witness_of
 
 
 class Tape(DispatchMode):
@@ -180,7 +73,7 @@ class Tape(DispatchMode):
         with dispatch_off():
             if self.verify and value.digest is None:
                 value.digest = digest_of(tensor)
-            handle.witness = _witness(tensor)
+            handle.witness = witness_of(tensor)
         return handle
 
     def order_of(self, index: int, tensor: Tensor) -> SwapOrder | None:
@@ -257,7 +150,7 @@ class Tape(DispatchMode):
         if value is None:
             value = self._known[id(tensor)] = Value(None, tensor, tensor._version)
         with dispatch_off():
-            value.witness = _witness(tensor)
+            value.witness = witness_of(tensor)
         value.swapped = view
         value.tensor = None
         self._swapped.append(value)
@@ -388,33 +281,3 @@ _LOST = -1
 """The version of a source that no longer holds what was read from it: somebody put other memory behind the tensor."""
 
 _CONTAINERS = (list, tuple)
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor has been edited; -1 for inference tensors, which do not count."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def address_of(tensor: Tensor) -> int:
-    """Where a plain tensor's numbers lie; 0 for tensors that do not say."""
-    return tensor.data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else 0
-
-
-def _witness(tensor: Tensor) -> Witness | None:
-    """Something without memory that tells of in-place edits after a tensor was let go: for a plain tensor, an empty one
-    that shares its version counter; for a subclass, a weak reference."""
-    if type(tensor) is not Tensor and type(tensor) is not Parameter:
-        return None if is_fake(type(tensor)) else weakref.ref(tensor)
-    witness = tensor.detach()
-    witness.data = _nothing(tensor.dtype, tensor.device)
-    return witness
-
-
-_empties: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    empty = _empties.get((dtype, device))
-    if empty is None:
-        empty = _empties[dtype, device] = torch.empty(0, dtype=dtype, device=device)
-    return empty

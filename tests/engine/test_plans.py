@@ -22,10 +22,10 @@ from planned_runs import (
 )
 from torch import Tensor, nn
 
+from actmem.config.layers import from_ranges, to_ranges
 from actmem.errors import ActmemError, PlanError
 from actmem.models.regions import find_regions
 from actmem.planning import POLICIES, Action, Fingerprint, Plan, Rule
-from actmem.planning.plan import from_ranges, to_ranges
 from actmem.runtime import NoEffectWarning, apply
 from actmem.runtime.apply import fingerprint
 

@@ -18,6 +18,7 @@ from actmem._compat import storage_id, storage_reference
 from actmem.planning.plan import Tier
 from actmem.runtime.digest import Digest
 from actmem.runtime.swap.tier import Copy, Reload
+from actmem.runtime.witness import witness_of
 
 _ALIGNMENT = 16  # of any dtype's element; memory that somebody else allocated may begin anywhere
 
@@ -39,7 +40,6 @@ class SwappedStorage:
     __slots__ = (
         "__weakref__",
         "copy",
-        "counter",
         "data",
         "digest",
         "done",
@@ -53,14 +53,14 @@ class SwappedStorage:
         "reload",
         "uses",
         "version",
+        "witness",
     )
 
     def __init__(self, tensor: Tensor, data: Tensor, copy: Copy, region: str, path: str) -> None:
         self.identity = storage_id(tensor)
         self.reference = storage_reference(tensor)
         self.version = tensor._version
-        self.counter = tensor.detach()  # counts versions with the tensor, and has no memory
-        self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.witness = witness_of(tensor)
         self.num_bytes = data.numel()
         self.data: Tensor | None = data
         self.copy: Copy | None = copy

@@ -131,7 +131,8 @@ class Swapper:
         storage = self._known.get(storage_id(tensor))
         if storage is None or storage.version != tensor._version:
             return None
-        return storage if count_versions_together(storage.counter, tensor) else None
+        assert isinstance(storage.witness, Tensor), "only plain tensors are swapped"
+        return storage if count_versions_together(storage.witness, tensor) else None
 
     def take(self, view: SwappedView) -> Tensor:
         """The tensor, for one use of it; waits for what is not there yet. Raises `SwapError`."""
