@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from actmem.planning import Action, Plan, Rule
 from actmem.runtime import Applied, apply
+from actmem.runtime.swap.storage import SwappedStorage
 from actmem.runtime.swap.swapper import Swapper
 
 SAVE, RECOMPUTE, SWAP = Action.SAVE, Action.RECOMPUTE, Action.SWAP
@@ -264,3 +265,24 @@ def gradients_after(model: nn.Module, step: Callable[[nn.Module], Any]) -> dict[
     torch.manual_seed(0)
     step(model)
     return gradients_of(model)
+
+
+HABIT = "one_storage_many_readers"
+REGIONS = ["blocks.0", "blocks.1"]
+SHAPE = (4, 8)
+STACK_PLANS = {
+    "all": EVERYTHING,
+    "inputs": INPUTS,
+    "mixed": Plan("mixed", (Rule(".*", RECOMPUTE), Rule(r"linear\..*|input", SWAP))),
+}
+
+
+def inputs_of(number: int) -> Tensor:
+    """Inputs of a small stack."""
+    return features(*SHAPE, seed=number).requires_grad_()
+
+
+def alive_storages(run: SwapChecks) -> list[SwappedStorage]:
+    """What is swapped now."""
+    found = [storage() for call in run.swapper._calls.values() for storage in call.storages]
+    return [each for each in found if each is not None]

@@ -340,3 +340,32 @@ def test_a_whole_model_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
         fail_at(file_of(run.applied), "write", lambda call: call > 20, errno.ENOSPC)
         assert_same_steps(tiny_steps(run.model, "dense"), without_plan("dense"))
     assert len(told(list(caught))) == 1
+
+
+FORKED = """
+import os, sys, warnings
+import torch
+from torch import nn
+from actmem import SwapError, apply
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
+applied = apply(model, "layer-swap", regions=["0"], memory={"min_swap_bytes": 0, "disk_path": sys.argv[1]})
+inputs = torch.randn(64, 64, requires_grad=True)
+def gradient():
+    model.zero_grad()
+    model(inputs).sum().backward()
+    return model[0][0].weight.grad.clone()
+expected = gradient()
+child = os.fork()
+for _ in range(20):
+    assert torch.equal(gradient(), expected)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+print("same")
+"""
+
+
+def test_a_forked_process_does_not_write_into_its_parents_file(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["same", "same"], done.stderr
