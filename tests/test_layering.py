@@ -16,6 +16,7 @@ LAYERS = (
     {"errors", "units", "_compat"},
     {"config"},
     {"graph"},
+    {"hardware"},
     {"planning"},
     {"models"},
     {"runtime"},

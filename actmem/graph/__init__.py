@@ -1,6 +1,21 @@
-"""What the layers of a model do, as data: ops, values, storages. No torch in here."""
+"""What the layers of a model do, and a training step around them, as data: ops, values, storages. No torch in here."""
 
 from actmem.graph.model import Graph
 from actmem.graph.region import COMMUNICATION, Op, RegionGraph, Storage, Value
+from actmem.graph.step import Call, Escape, Gap, Standing, Step, StepOp, signature_of
 
-__all__ = ["COMMUNICATION", "Graph", "Op", "RegionGraph", "Storage", "Value"]
+__all__ = [
+    "COMMUNICATION",
+    "Call",
+    "Escape",
+    "Gap",
+    "Graph",
+    "Op",
+    "RegionGraph",
+    "Standing",
+    "Step",
+    "StepOp",
+    "Storage",
+    "Value",
+    "signature_of",
+]

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from actmem.graph.region import RegionGraph
+from actmem.graph.step import Step
 
 
 @dataclass(frozen=True)
 class Graph:
     """`layers`: module path of each layer -> its kind, in the order of the model; `kinds`: kind -> what a call of such
-    a layer does. Layers are of one kind when they run the same ops on the same shapes."""
+    a layer does. Layers are of one kind when they run the same ops on the same shapes. `step` is what else a training
+    step does; ``None`` where only the layers' forward passes were traced."""
 
     layers: Mapping[str, str]
     kinds: Mapping[str, RegionGraph]
+    step: Step | None = None
 
     def of_layer(self, name: str) -> RegionGraph:
         """What one layer does."""
@@ -25,12 +28,17 @@ class Graph:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` reads it back."""
-        return {"layers": dict(self.layers), "kinds": {kind: graph.to_dict() for kind, graph in self.kinds.items()}}
+        return {
+            "layers": dict(self.layers),
+            "kinds": {kind: graph.to_dict() for kind, graph in self.kinds.items()},
+            "step": None if self.step is None else asdict(self.step),
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Graph:
         """The graph that `to_dict` wrote."""
-        return cls(dict(data["layers"]), {kind: RegionGraph.from_dict(graph) for kind, graph in data["kinds"].items()})
+        kinds = {kind: RegionGraph.from_dict(graph) for kind, graph in data["kinds"].items()}
+        return cls(dict(data["layers"]), kinds, None if data["step"] is None else Step.from_dict(data["step"]))
 
     def save(self, path: str | Path) -> None:
         """Write the graph as JSON."""

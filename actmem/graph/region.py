@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from actmem.graph.step import StepOp
+
 StorageKind = Literal["op", "input", "parameter"]
 
 COMMUNICATION = "communication"
@@ -52,7 +54,8 @@ class Op:
     """One ATen call. `inputs` and `outputs` are indices of values; `moved_bytes` counts bytes read plus written.
 
     `compute_intensive` marks what policies such as `selective` never re-run: matmuls, attention, convolutions and
-    custom ops. `view` ops move nothing: their outputs share an input's storage.
+    custom ops. `view` ops move nothing: their outputs share an input's storage. `group_size` is the number of ranks in
+    a collective, 0 for other ops.
     """
 
     path: str
@@ -63,17 +66,20 @@ class Op:
     compute_intensive: bool
     flops: int
     moved_bytes: int
+    group_size: int = 0
 
 
 @dataclass(frozen=True)
 class RegionGraph:
-    """All that one call of a region did, in order."""
+    """All that one call of a region did, in order. `backward`: its backward pass where nothing is recomputed; empty
+    where only the forward pass was traced."""
 
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     storages: tuple[Storage, ...]
     packed: tuple[int, ...]
     module: str = field(default="")
+    backward: tuple[StepOp, ...] = ()
 
     @cached_property
     def packed_counts(self) -> Counter[int]:
@@ -97,6 +103,11 @@ class RegionGraph:
                     creators.setdefault(storage, index)
         return creators
 
+    def signature(self, index: int) -> str:
+        """Name, shapes and dtypes of an op: two that have it in common take the same time."""
+        op = self.ops[index]
+        return signature_of(op.name, [(self.values[each].shape, self.values[each].dtype) for each in op.inputs])
+
     def num_bytes(self, storages: frozenset[int] | set[int]) -> int:
         """Bytes of some storages together."""
         return sum(self.storages[index].num_bytes for index in storages)
@@ -116,4 +127,5 @@ class RegionGraph:
             storages=tuple(Storage(**storage) for storage in data["storages"]),
             packed=tuple(data["packed"]),
             module=data["module"],
+            backward=tuple(map(StepOp.from_dict, data["backward"])),
         )

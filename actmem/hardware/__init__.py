@@ -1,0 +1,1 @@
+"""What devices can do, and how long an op takes on them. No torch in here."""
