@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from actmem.graph.step import StepOp
+from actmem.graph.step import StepOp, signature_of
 
 StorageKind = Literal["op", "input", "parameter"]
 
