@@ -22,12 +22,14 @@ from torch.utils.flop_counter import flop_registry as torch_flop_registry
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
+    "DEVICE_QUESTION",
     "DispatchMode",
     "FakeGroupedProducts",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
     "allocations",
+    "answer_device",
     "asked_by_python_function",
     "async_collective_types",
     "below_autograd",
@@ -42,6 +44,7 @@ __all__ = [
     "is_fake",
     "local_storage",
     "raw_call",
+    "size_of_group",
     "storage_bytes",
     "storage_id",
     "storage_reference",
@@ -83,11 +86,24 @@ DATA_DEPENDENT_ERRORS = (DynamicOutputShapeException, DataDependentOutputExcepti
 """What fake tensors raise where the next op depends on numbers that they do not have."""
 
 
-class FakeGroupedProducts(TorchDispatchMode):
+DEVICE_QUESTION = torch.ops.prim.device.default
+"""Fake tensors answer what device they are on by an op of its own, which real ones do not run. It is asked more often
+than all other ops together."""
+
+
+def answer_device(tensor: Any) -> torch.device:
+    """The answer, straight from a fake tensor."""
+    device: torch.device = tensor.fake_device
+    return device
+
+
+class FakeGroupedProducts(DispatchMode):
     """Lets fake tensors of any dtype into a grouped matmul: torch's kernels take more dtypes than its rule for the
     shape of the result, which knows bfloat16 alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_QUESTION:
+            return answer_device(args[0])
         kwargs = kwargs or {}
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
             return func(*args, **kwargs)
@@ -184,6 +200,15 @@ def dtensor_functions() -> tuple[type[torch.autograd.Function], ...]:
     from torch.distributed.tensor._redistribute import Redistribute
 
     return (Redistribute, _ToTorchTensor, _FromTorchTensor)
+
+
+def size_of_group(name: str) -> int:
+    """Number of ranks in the process group of this name; 0 where the name is not one's."""
+    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
+    try:
+        return int(resolve(name).size())
+    except (RuntimeError, ValueError):
+        return 0
 
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

@@ -34,7 +34,7 @@ from actmem.models.building import build_model
 from actmem.reporting.tables import bench_notes, bench_table, swap_table
 from actmem.runtime import apply
 from actmem.runtime.yardsticks import YARDSTICKS
-from actmem.tracing import trace_run
+from actmem.training.traced import trace_run
 from actmem.training.loss import next_token_loss
 from benchmarks.machine import Machine
 

@@ -84,7 +84,7 @@ def _look_at_layers(run: RunConfig, found: Findings) -> None:
     from actmem.models.shapes import build_shapes
     from actmem.planning.matching import match_patterns
     from actmem.reporting.effect import effect_of
-    from actmem.tracing import trace_run
+    from actmem.training.traced import trace_run
 
     try:
         model = build_shapes(run.model)

@@ -33,7 +33,7 @@ def explain(
     refuse_yardsticks(run)
     from actmem.models.shapes import build_shapes
     from actmem.reporting.explanation import explain_layers
-    from actmem.tracing import trace_run
+    from actmem.training.traced import trace_run
 
     model = build_shapes(run.model)
     source = rules_of(run, model)

@@ -49,7 +49,7 @@ def plan(
 def _made(run: RunConfig) -> Plan:
     from actmem.models.shapes import build_shapes
     from actmem.planning.sections import plan_of
-    from actmem.tracing import trace_run
+    from actmem.training.traced import trace_run
 
     model = build_shapes(run.model)
     source = rules_of(run, model)

@@ -30,7 +30,7 @@ from actmem.measuring.result import BASELINE, BenchResult, Holdings, PolicyResul
 from actmem.planning import Plan
 from actmem.runtime import Applied, Stats, apply
 from actmem.runtime.swap.counters import SwapCounters
-from actmem.tracing import trace
+from actmem.tracing import trace_layers
 from actmem.training.loss import next_token_loss
 from actmem.training.packing import Batch
 
@@ -65,7 +65,7 @@ def run_bench(
             return next_token_loss(model, batch, num_targets=batch.targets.numel(), kind=loss).total()
 
     with casting:
-        graph = trace(model.base_model, {"input_ids": batch.inputs, "use_cache": False})
+        graph, _ = trace_layers(model.base_model, {"input_ids": batch.inputs, "use_cache": False})
     with ExitStack() as stack:
         settings = (memory or MemoryConfig()).model_copy(update={"verify": "off"})
         contenders = [stack.enter_context(_Contender(model, name, forward, settings)) for name in names]

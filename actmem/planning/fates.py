@@ -7,8 +7,9 @@ must every input of an op that is re-run. Walking back from the packed values al
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 from actmem.graph import COMMUNICATION, RegionGraph
 from actmem.planning.plan import INPUT_PATH, Action, RuleSet
@@ -34,6 +35,11 @@ class Fates:
     held: dict[int, str]
     dropped: frozenset[int]
     swapped: frozenset[int] = frozenset()
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for equal fates in one graph."""
+        return self.replayed, frozenset(self.held), self.swapped
 
     @property
     def held_bytes(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmem._compat import OpOverload, async_collective_types, flop_registry, is_fake, raw_call
+from actmem._compat import OpOverload, async_collective_types, flop_registry, is_fake, raw_call, size_of_group
 from actmem.graph import COMMUNICATION
 
 EDITED = "edited in place"
@@ -189,3 +189,27 @@ def distributed_types() -> frozenset[type]:
     from torch.distributed.tensor import DTensor
 
     return frozenset({DTensor, *async_collective_types()})
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Bytes that an op reads or writes to go once over a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def flops_of(func: Any, kind: Kind, args: Any, kwargs: Any, out: Any) -> int:
+    """Multiplications and additions of a call that multiplies matrices, attends or convolves; 0 for others."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if kind.dropout is not None:
+        backward = "backward" in str(packet)  # then the output's gradient stands before query, key and value
+        batch, heads, queries, depth = args[0].shape
+        return int((10 if backward else 4) * batch * heads * queries * args[2 if backward else 1].shape[2] * depth)
+    return 0
+
+
+def group_size_of(kind: Kind, args: Any) -> int:
+    """How many ranks take part in a collective; 0 for another op."""
+    if kind.kept != COMMUNICATION:
+        return 0
+    return max((size_of_group(each) for each in args if isinstance(each, str)), default=0)

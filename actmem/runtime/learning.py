@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from actmem._compat import OpOverload, flop_registry, raw_call, storage_bytes, storage_id
+from actmem._compat import OpOverload, raw_call, storage_bytes, storage_id
 from actmem.graph import COMMUNICATION, Op, RegionGraph, Storage, Value
 from actmem.graph.region import StorageKind
 from actmem.planning import Fates
@@ -34,7 +34,10 @@ from actmem.runtime.kinds import (
     VOLATILE,
     Kind,
     are_replayable_types,
+    flops_of,
+    group_size_of,
     kind_of,
+    num_bytes,
     replay_call,
     replayable_function,
 )
@@ -136,7 +139,8 @@ class LearningTape(Tape):
             self.record(replay_call(func, kind), path, args, kwargs, out, shares_version=kind.shares_version)
         version = version_of(args[0]) if kind.shares_version else 0
         outputs = [self._add_output(each, kept, version) for each in tensors]
-        self._add_op(kind, path, inputs, outputs, _flops(func, kind, args, kwargs, out))
+        flops, group_size = flops_of(func, kind, args, kwargs, out), group_size_of(kind, args)
+        self._add_op(kind, path, inputs, outputs, flops, group_size)
         self._funcs.append(func)
         self._steps.append(EDIT if kind.edits else SKIP)
         self._keep_made(tensors, outputs)
@@ -234,12 +238,14 @@ class LearningTape(Tape):
             if value is not None and value.op is not None and value.origin() is tensor:
                 self._made[index] = value
 
-    def _add_op(self, kind: Kind, path: str, inputs: list[int], outputs: list[int], flops: int) -> None:
+    def _add_op(
+        self, kind: Kind, path: str, inputs: list[int], outputs: list[int], flops: int, group_size: int
+    ) -> None:
         before = {self._values[index].storage for index in inputs}
         view = not kind.edits and bool(outputs) and all(self._values[index].storage in before for index in outputs)
-        moved = 0 if view else sum(_num_bytes(self._tensors[index]) for index in (*inputs, *outputs))
-        op = Op(path, kind.name, tuple(inputs), tuple(outputs), view, kind.compute_intensive, flops, moved)
-        self._ops.append(op)
+        moved = 0 if view else sum(num_bytes(self._tensors[index]) for index in (*inputs, *outputs))
+        made = (tuple(inputs), tuple(outputs), view, kind.compute_intensive, flops, moved, group_size)
+        self._ops.append(Op(path, kind.name, *made))
 
     def _add_output(self, tensor: Tensor, kept: str | None, version: int) -> int:
         known = self._indices.get(id(tensor))
@@ -368,17 +374,3 @@ def tensors_in(items: Any) -> list[Tensor]:
         elif isinstance(item, (list, tuple)):
             found.extend(tensors_in(item))
     return found
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _flops(func: Any, kind: Kind, args: Any, kwargs: Any, out: Any) -> int:
-    packet = getattr(func, "overloadpacket", None)
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    if kind.dropout is not None:
-        batch, heads, queries, depth = args[0].shape
-        return int(4 * batch * heads * queries * args[1].shape[2] * depth)
-    return 0

@@ -14,7 +14,7 @@ from actmem.planning.plan import RuleSet, Tier
 from actmem.runtime.engine import RuleSource
 from actmem.runtime.swap.building import disk_directory, disk_limit, host_limit, usual_tiers
 from actmem.runtime.swap.scratch_file import BLOCK
-from actmem.tracing import trace_run
+from actmem.training.traced import trace_run
 from actmem.units import format_bytes
 
 Need = dict[tuple[Tier, ...], int]

@@ -1,0 +1,313 @@
+"""A training step under a plan, played through op by op: when each begins, what stands in memory, what waits for what.
+
+One clock for the computing, one for each direction of each link. What is swapped leaves in the order in which it was
+made, and its memory goes when the copy is there; in the backward pass the first op of a layer starts the way back of
+what that layer, and those ahead of it, have away, into memory that is taken at once. An op waits for what it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from actmem.graph import Graph
+from actmem.planning.course import Costs, Course, Swap, follow, own_held
+from actmem.planning.fates import Fates
+from actmem.planning.plan import Tier
+from actmem.planning.surroundings import GapCourse, Surroundings, survey
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Bytes per second to a tier and back, and by how many seconds computing is held up for each second of copying."""
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    slowdown: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What becomes of one layer's call; `tiers` says where its swapped storages go."""
+
+    fates: Fates
+    tiers: Mapping[int, Tier] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a step runs under: costs of ops, links to the tiers, how many layers ahead reloads start, how many bytes may
+    be on their way out or in, and whether parameters have gradients when it begins."""
+
+    costs: Costs
+    links: Mapping[Tier, Link]
+    prefetch: int = 1
+    in_flight_limit: int = 2**33
+    gradients_stand: bool = True
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a step: where it is, and the bytes that stand, by what they are."""
+
+    where: str
+    bytes_by_use: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """All that stands."""
+        return sum(self.bytes_by_use.values())
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step comes to. `replay_seconds` are spent on ops that are run again, `exposed_seconds` on waiting for
+    copies and on what copying takes from the computing. `timeline`: seconds and bytes at each op."""
+
+    seconds: float
+    replay_seconds: float
+    exposed_seconds: float
+    peak: Moment
+    held_bytes: int
+    swapped_bytes: int
+    timeline: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that stands at once."""
+        return self.peak.num_bytes
+
+
+def simulate(graph: Graph, plans: Sequence[LayerPlan], conditions: Conditions) -> Simulation:
+    """Play the step of `graph` through with one plan a layer."""
+    return Simulator(graph, conditions).run(plans)
+
+
+class Simulator:
+    """Steps of one graph under one set of conditions; courses of layers are worked out once."""
+
+    def __init__(self, graph: Graph, conditions: Conditions) -> None:
+        assert graph.step is not None, "only the layers' forward passes were traced"
+        self.graph = graph
+        self.conditions = conditions
+        self.surroundings: Surroundings = survey(graph, conditions.costs, gradients_stand=conditions.gradients_stand)
+        self._calls = graph.step.calls
+        self._kinds = list(graph.layers.values())
+        self._layers = [graph.kinds[kind] for kind in self._kinds]
+        self._courses: dict[object, Course] = {}
+
+    def run(self, plans: Sequence[LayerPlan]) -> Simulation:
+        """Play one step through."""
+        return _Step(self, self._courses_of(plans), plans).run()
+
+    def course_of(self, layer: int, fates: Fates, elsewhere: frozenset[int] = frozenset()) -> Course:
+        """The course of one layer."""
+        leaving = self.leaving(layer)
+        key = (self._kinds[layer], leaving, elsewhere, fates.key)
+        if key not in self._courses:
+            self._courses[key] = follow(
+                fates,
+                self.conditions.costs,
+                leaving=leaving,
+                elsewhere=elsewhere,
+                gradients_stand=self.conditions.gradients_stand,
+            )
+        return self._courses[key]
+
+    def leaving(self, layer: int) -> frozenset[int]:
+        """Storages that a layer makes and others refer to when its call is over."""
+        call, storages = self._calls[layer], self._layers[layer].storages
+        made = {storage for storage, _ in call.shared if storages[storage].kind == "op"}
+        return frozenset(made | {escape.storage for escape in call.escapes})
+
+    def _courses_of(self, plans: Sequence[LayerPlan]) -> list[Course]:
+        held: set[int] = set()
+        courses = []
+        for layer, plan in enumerate(plans):
+            shared = dict(self._calls[layer].shared)
+            kept = {storage for storage in own_held(plan.fates) if storage in shared}
+            elsewhere = frozenset(storage for storage in kept if shared[storage] in held)
+            held |= {shared[storage] for storage in kept}
+            courses.append(self.course_of(layer, plan.fates, elsewhere))
+        return courses
+
+
+@dataclass(slots=True, eq=False)
+class _Away:
+    """A swapped storage: on its way out until `out_done`, here or not, and on its way back until `arrives`."""
+
+    swap: Swap
+    tier: Tier
+    out_done: float = math.inf
+    is_here: bool = True
+    arrives: float | None = None
+
+
+class _Step:
+    """One step as it runs. Bytes: `_held` by layers that are not running, `_moving` of swapped storages that are
+    here."""
+
+    def __init__(self, simulator: Simulator, courses: Sequence[Course], plans: Sequence[LayerPlan]) -> None:
+        self._graph = simulator.graph
+        self._conditions = simulator.conditions
+        self._around = simulator.surroundings
+        self._courses = courses
+        self._plans = plans
+        self._now = self._exposed = 0.0
+        self._held = self._moving = 0
+        self._links_free: dict[tuple[Tier, str], float] = defaultdict(float)
+        self._swapped: list[list[_Away]] = [[] for _ in courses]
+        self._leaving: deque[_Away] = deque()
+        self._coming: list[_Away] = []
+        self._wanted: deque[_Away] = deque()
+        self._peak = _Peak(0, "", 0, 0, 0, 0)
+        self._timeline: list[tuple[float, int]] = []
+
+    def run(self) -> Simulation:
+        last = len(self._courses)
+        for layer in range(last):
+            self._pass_gap(self._around.forward_gaps[layer], f"before layer {layer}, forward")
+            self._forward(layer)
+        self._pass_gap(self._around.forward_gaps[last], "behind the layers, forward")
+        self._pass_gap(self._around.backward_gaps[last], "behind the layers, backward")
+        for layer in reversed(range(last)):
+            self._backward(layer)
+            self._pass_gap(self._around.backward_gaps[layer], f"before layer {layer}, backward")
+        return Simulation(
+            seconds=self._now,
+            replay_seconds=sum(course.replay_seconds for course in self._courses),
+            exposed_seconds=self._exposed,
+            peak=self._peak.moment(self._graph, self._conditions.gradients_stand),
+            held_bytes=sum(course.held_bytes for course in self._courses),
+            swapped_bytes=sum(course.swapped_bytes for course in self._courses),
+            timeline=tuple(self._timeline),
+        )
+
+    def _pass_gap(self, gap: GapCourse, where: str) -> None:
+        self._note(gap.peak_bytes, 0, f"{where}: {gap.peak_op}" if gap.peak_op else where)
+        self._now += gap.seconds
+
+    def _forward(self, layer: int) -> None:
+        course, around = self._courses[layer], self._around.forward_bytes[layer]
+        swaps = deque(course.swaps)
+        sent = 0  # slices count them until the layer is done
+        for index, op in enumerate(course.forward):
+            self._let_leave()
+            self._note(around, op.standing_bytes - sent, f"layer {layer}, forward: {op.name}")
+            self._now += op.seconds
+            while swaps and swaps[0].produced <= index:
+                swap = swaps.popleft()
+                sent += swap.num_bytes
+                self._send(layer, swap)
+        self._let_leave()
+        self._held += course.held_bytes
+
+    def _backward(self, layer: int) -> None:
+        course, around = self._courses[layer], self._around.backward_bytes[layer]
+        self._let_leave()
+        self._held -= course.held_bytes
+        self._want(layer)
+        own = sorted(self._swapped[layer], key=lambda away: away.swap.needed)
+        to_need, to_let_go = deque(own), sorted(own, key=lambda away: -away.swap.let_go)
+        for index, op in enumerate(course.backward):
+            while to_need and to_need[0].swap.needed <= index:
+                self._wait_for(to_need.popleft())
+            self._note(around, op.standing_bytes, f"layer {layer}, {'again' if op.again else 'backward'}: {op.name}")
+            self._now += op.seconds
+            while to_let_go and to_let_go[-1].swap.let_go <= index:
+                self._moving -= to_let_go.pop().swap.num_bytes
+
+    def _send(self, layer: int, swap: Swap) -> None:
+        away = _Away(swap, self._plans[layer].tiers[swap.storage])
+        self._swapped[layer].append(away)
+        self._moving += swap.num_bytes
+        on_the_way = sum(each.swap.num_bytes for each in self._leaving)
+        if on_the_way + swap.num_bytes <= self._conditions.in_flight_limit:
+            away.out_done = self._copy(away, "out")
+            self._leaving.append(away)
+
+    def _copy(self, away: _Away, direction: Literal["out", "in"]) -> float:
+        """When a copy that is asked for now will be done."""
+        link = self._conditions.links[away.tier]
+        rate = link.out_bytes_per_second if direction == "out" else link.in_bytes_per_second
+        seconds = away.swap.num_bytes / rate
+        begun = max(self._now, self._links_free[away.tier, direction])
+        self._links_free[away.tier, direction] = begun + seconds
+        self._now += seconds * link.slowdown
+        self._exposed += seconds * link.slowdown
+        return begun + seconds
+
+    def _let_leave(self) -> None:
+        while self._leaving and self._leaving[0].out_done <= self._now:
+            away = self._leaving.popleft()
+            away.is_here = False
+            self._moving -= away.swap.num_bytes
+
+    def _want(self, layer: int) -> None:
+        """The backward pass has reached a layer: start the way back of what it and those ahead of it have away."""
+        self._wanted.clear()
+        for ahead in range(layer, max(layer - self._conditions.prefetch, 0) - 1, -1):
+            self._wanted.extend(reversed(self._swapped[ahead]))
+        self._start_reloads()
+
+    def _start_reloads(self) -> None:
+        self._coming = [away for away in self._coming if away.arrives is not None and away.arrives > self._now]
+        coming = sum(away.swap.num_bytes for away in self._coming)
+        while self._wanted:
+            away = self._wanted[0]
+            if not away.is_here and away.arrives is None:
+                if coming + away.swap.num_bytes > self._conditions.in_flight_limit:
+                    return
+                coming += away.swap.num_bytes
+            self._bring(self._wanted.popleft())
+
+    def _bring(self, away: _Away) -> None:
+        """Start the way back, or keep here what has not left yet."""
+        if away.is_here:
+            if away in self._leaving:
+                self._leaving.remove(away)
+        elif away.arrives is None:
+            self._moving += away.swap.num_bytes
+            away.arrives = self._copy(away, "in")
+            self._coming.append(away)
+
+    def _wait_for(self, away: _Away) -> None:
+        self._bring(away)
+        if away.arrives is not None and away.arrives > self._now:
+            self._exposed += away.arrives - self._now
+            self._now = away.arrives
+        self._start_reloads()
+
+    def _note(self, around: int, own: int, where: str) -> None:
+        total = around + self._held + self._moving + own
+        self._timeline.append((self._now, total))
+        if total > self._peak.num_bytes:
+            self._peak = _Peak(total, where, around, self._held, self._moving, own)
+
+
+class _Peak(NamedTuple):
+    num_bytes: int
+    where: str
+    around: int
+    held: int
+    moving: int
+    own: int
+
+    def moment(self, graph: Graph, gradients_stand: bool) -> Moment:
+        """The peak with names for what stood."""
+        assert graph.step is not None
+        standing = graph.step.standing
+        parts = {
+            "parameters": standing.parameters,
+            "buffers": standing.buffers,
+            "optimizer": standing.optimizer,
+            "gradients": standing.gradients if gradients_stand else 0,
+            "held by other layers": self.held,
+            "swapped, on the way": self.moving,
+            "this layer, or what is computed": self.own,
+        }
+        parts["outside the layers"] = self.num_bytes - sum(parts.values())
+        return Moment(self.where, {name: size for name, size in parts.items() if size})

@@ -1,0 +1,104 @@
+"""What stands around the layers while each of them runs, and how long the gaps between them take: all of a step that no
+plan changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actmem.graph import Graph, RegionGraph, StepOp
+from actmem.planning.course import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class GapCourse:
+    """One gap in one direction: its seconds, the most that stands in it, and at which op. Bytes without the layers'."""
+
+    seconds: float
+    peak_bytes: int
+    peak_op: str
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Bytes that stand outside the layers' own memory when each layer's forward or backward pass begins, and the gaps.
+    `before_layer` of the backward pass holds the gradients that layers behind it have made."""
+
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    forward_gaps: tuple[GapCourse, ...]
+    backward_gaps: tuple[GapCourse, ...]
+    end_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of all gaps together."""
+        return sum(gap.seconds for gap in (*self.forward_gaps, *self.backward_gaps))
+
+
+def survey(graph: Graph, costs: Costs, *, gradients_stand: bool) -> Surroundings:
+    """The surroundings of the layers in a traced step. `gradients_stand`: parameters have gradients when it begins."""
+    assert graph.step is not None, "only the layers' forward passes were traced"
+    return _Survey(graph, costs, gradients_stand).run()
+
+
+class _Survey:
+    def __init__(self, graph: Graph, costs: Costs, gradients_stand: bool) -> None:
+        assert graph.step is not None
+        self._step = graph.step
+        self._layers = [graph.of_layer(name) for name in graph.layers]
+        self._costs = costs
+        self._gradients_stand = gradients_stand
+        standing = graph.step.standing
+        self._standing = standing.parameters + standing.buffers + standing.optimizer
+        self._standing += standing.gradients if gradients_stand else 0
+        self._ends: dict[tuple[int, bool, int], int] = defaultdict(int)
+        self._escaping = [self._note_escapes(layer) for layer in range(len(self._layers))]
+
+    def run(self) -> Surroundings:
+        forward_bytes, backward_bytes, forward_gaps, backward_gaps = [], [], [], []
+        for layer in range(len(self._layers)):
+            forward_gaps.append(self._pass_gap(layer, False))
+            forward_bytes.append(self._standing)
+            self._standing += self._escaping[layer]
+        forward_gaps.append(self._pass_gap(len(self._layers), False))
+        backward_gaps.append(self._pass_gap(len(self._layers), True))
+        for layer in reversed(range(len(self._layers))):
+            backward_bytes.append(self._standing)
+            self._standing += self._left_by(self._layers[layer])
+            backward_gaps.append(self._pass_gap(layer, True))
+        return Surroundings(
+            tuple(forward_bytes),
+            tuple(reversed(backward_bytes)),
+            tuple(forward_gaps),
+            tuple(reversed(backward_gaps)),
+            self._standing,
+        )
+
+    def _note_escapes(self, layer: int) -> int:
+        total = 0
+        for escape in self._step.calls[layer].escapes:
+            size = self._costs.rounded(self._layers[layer].storages[escape.storage].num_bytes)
+            self._ends[escape.gap, escape.backward, escape.op] += size
+            total += size
+        return total
+
+    def _pass_gap(self, gap: int, backward: bool) -> GapCourse:
+        ops: Sequence[StepOp] = getattr(self._step.gaps[gap], "backward" if backward else "forward")
+        seconds, peak, peak_op = 0.0, self._standing, ""
+        for index, op in enumerate(ops):
+            self._standing += op.allocated_bytes - self._ends.pop((gap, backward, index), 0)
+            seconds += self._costs.step_op_seconds(op)
+            if self._standing > peak:
+                peak, peak_op = self._standing, op.name
+            self._standing -= self._freed_by(op)
+        late = [key for key in self._ends if key[:2] == (gap, backward)]
+        self._standing -= sum(self._ends.pop(key) for key in late)
+        return GapCourse(seconds, peak, peak_op)
+
+    def _freed_by(self, op: StepOp) -> int:
+        return op.freed_bytes + (op.gradient_bytes if self._gradients_stand else 0)
+
+    def _left_by(self, layer: RegionGraph) -> int:
+        return sum(op.allocated_bytes - self._freed_by(op) for op in layer.backward)

@@ -1,0 +1,204 @@
+"""From what a recorder saw to the `Step` around the layers' graphs, and the backward passes in them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from actmem.graph import Call, Escape, Gap, Graph, RegionGraph, Standing, Step, StepOp
+from actmem.tracing.recorder import OWNED, Place, Seen, StepRecorder
+
+_Moment = tuple[Place, int]
+
+
+def assemble(graph: Graph, recorder: StepRecorder, standing: Standing, num_tokens: int) -> Graph:
+    """`graph`, of forward passes alone, with the rest of the step that `recorder` saw."""
+    layers = [graph.of_layer(name) for name in graph.layers]
+    return _Assembly(graph, layers, recorder).graph(standing, num_tokens)
+
+
+class _Assembly:
+    def __init__(self, graph: Graph, layers: Sequence[RegionGraph], recorder: StepRecorder) -> None:
+        self._graph = graph
+        self._layers = layers
+        self._recorder = recorder
+        self._numbers = [dict(_numbers(layer, self._ops(index, True, False))) for index, layer in enumerate(layers)]
+        self._takers = self._find_takers()
+        self._savers = self._find_savers()
+        self._allocated: Counter[tuple[object, int]] = Counter()
+        self._gradients: Counter[tuple[object, int]] = Counter()
+        self._freed: Counter[tuple[object, int]] = Counter()
+        self._escapes: dict[int, list[Escape]] = defaultdict(list)
+        self._follow_memories()
+
+    def graph(self, standing: Standing, num_tokens: int) -> Graph:
+        step = Step(
+            calls=tuple(Call(self._shared(layer), tuple(self._escapes[layer])) for layer in range(len(self._layers))),
+            gaps=tuple(
+                Gap(self._step_ops(layer, False, False), self._step_ops(layer, False, True))
+                for layer in range(len(self._layers) + 1)
+            ),
+            standing=standing,
+            num_tokens=num_tokens,
+        )
+        return replace(self._graph, kinds=self._kinds_with_backward(), step=step)
+
+    def _kinds_with_backward(self) -> dict[str, RegionGraph]:
+        """The backward pass of most layers of a kind. The first or last may differ in what the gap beside it hands
+        over."""
+        kinds = list(self._graph.layers.values())
+        found: dict[str, Counter[tuple[StepOp, ...]]] = defaultdict(Counter)
+        for layer, kind in enumerate(kinds):
+            found[kind][self._step_ops(layer, True, True)] += 1
+        return {
+            kind: replace(graph, backward=found[kind].most_common(1)[0][0]) for kind, graph in self._graph.kinds.items()
+        }
+
+    def _ops(self, layer: int, in_layer: bool, backward: bool) -> list[Seen]:
+        place = self._recorder.places.get((layer, in_layer, backward))
+        return [] if place is None else place.ops
+
+    def _step_ops(self, layer: int, in_layer: bool, backward: bool) -> tuple[StepOp, ...]:
+        """In a gap, one moment stands before the first op, for what goes before it."""
+        key = (layer, in_layer, backward)
+        first = self._freed[key, -1]
+        ops = [StepOp("", "", 0, 0, False, 0, first)] if first or not in_layer else []
+        for index, seen in enumerate(self._ops(*key)):
+            ops.append(
+                StepOp(
+                    name=seen.name,
+                    signature=seen.signature,
+                    flops=seen.flops,
+                    moved_bytes=seen.moved_bytes,
+                    compute_intensive=seen.compute_intensive,
+                    allocated_bytes=self._allocated[key, index],
+                    freed_bytes=self._freed[key, index],
+                    gradient_bytes=self._gradients[key, index],
+                    unpacks=tuple(seen.unpacks),
+                    releases=tuple(seen.releases),
+                    group_size=seen.group_size,
+                )
+            )
+        return tuple(op for op in ops if not in_layer or _does_something(op))
+
+    def _find_takers(self) -> dict[int, int]:
+        """The last layer to which each memory is an input that may be moved away."""
+        takers: dict[int, int] = {}
+        for layer, graph in enumerate(self._layers):
+            for storage, number in self._numbers[layer].items():
+                if graph.storages[storage].kind == "input" and not graph.storages[storage].constant:
+                    takers[number] = layer
+        return takers
+
+    def _find_savers(self) -> set[int]:
+        """Memories that are an input to a layer whose autograd saves it."""
+        return {
+            number
+            for graph, numbers in zip(self._layers, self._numbers, strict=True)
+            for storage, number in numbers.items()
+            if storage in graph.packed_storages and not graph.storages[storage].constant
+        }
+
+    def _shared(self, layer: int) -> tuple[tuple[int, int], ...]:
+        """A layer's own outputs that another layer takes, and inputs that others made or take as well."""
+        elsewhere = {
+            number for other, numbers in enumerate(self._numbers) if other != layer for number in numbers.values()
+        }
+        return tuple(
+            (storage, number)
+            for storage, number in sorted(self._numbers[layer].items())
+            if number in elsewhere and not self._layers[layer].storages[storage].constant
+        )
+
+    def _follow_memories(self) -> None:
+        added_in_place = dict(self._sums_of_gradients())
+        for number, memory in enumerate(self._recorder.memories):
+            place, index = memory.made
+            if not memory.num_bytes:
+                continue
+            if place.in_layer and not place.backward:
+                self._follow_own(number)
+                continue
+            if memory.is_gradient:
+                self._gradients[place.key, index] += memory.num_bytes
+            if number not in added_in_place:
+                self._allocated[place.key, index] += memory.num_bytes
+            if memory.gone is not None and number not in added_in_place.values():
+                self._freed[self._end_outside(number)] += memory.num_bytes
+
+    def _sums_of_gradients(self) -> Iterator[tuple[int, int]]:
+        """Pairs of a sum of two gradients, and the one of them that autograd adds the other to where nobody else refers
+        to it. Under a dispatch mode, as here, it makes a new tensor instead."""
+        memories = self._recorder.memories
+        for number, memory in enumerate(memories):
+            place, index = memory.made
+            if not place.backward or place.ops[index].name != "add":
+                continue
+            for operand in place.ops[index].inputs:
+                goes = operand != OWNED and memories[operand].gone == (place, index + 1)
+                if goes and memories[operand].num_bytes == memory.num_bytes:
+                    yield number, operand
+                    break
+
+    def _end_outside(self, number: int) -> tuple[object, int]:
+        """After which op what a layer's forward did not make is to be counted as gone. An input that a layer saves is
+        that layer's; what a layer's saved tensors held on to goes with the gap that follows its backward pass."""
+        memory = self._recorder.memories[number]
+        made, (gone, index) = memory.made[0], memory.gone or memory.made
+        if number in self._savers and not made.backward:
+            return made.key, len(made.ops) - 1
+        if made.backward or not gone.in_layer:
+            return gone.key, index - 1
+        return (gone.layer if gone.backward else gone.layer + 1, False, gone.backward), -1
+
+    def _is_handed_over(self, number: int, gap: int, backward: bool, op: int) -> bool:
+        """Whether memory is gone as soon as the last layer that takes it is."""
+        return not backward and number in self._takers and (gap, op) <= (self._takers[number] + 1, 0)
+
+    def _follow_own(self, number: int) -> None:
+        """Note how a memory that a layer made outlives the layer's call, if it does for reasons of its own."""
+        memory = self._recorder.memories[number]
+        made = memory.made[0]
+        end = (0, True, self._last(0)) if memory.gone is None else _gap_of(memory.gone)
+        gap, backward, op = end
+        soon = not backward and (gap, op) <= (made.layer + 1, 0)
+        held = memory.gone is not None and memory.gone[0].in_layer and backward  # by what autograd saved in a layer
+        if soon or held or self._is_handed_over(number, *end):
+            return
+        storages = [storage for storage, other in self._numbers[made.layer].items() if other == number]
+        if storages:
+            self._escapes[made.layer].append(Escape(storages[0], gap, backward, op + 1))
+
+    def _last(self, gap: int) -> int:
+        return len(self._ops(gap, False, True))
+
+
+def _does_something(op: StepOp) -> bool:
+    return bool(op.flops or op.moved_bytes or op.allocated_bytes or op.freed_bytes or op.unpacks or op.releases)
+
+
+def _gap_of(moment: _Moment) -> tuple[int, bool, int]:
+    """The gap, the direction and the op in it before which a moment lies; one in a layer counts to the gap behind."""
+    place, index = moment
+    if not place.in_layer:
+        return place.layer, place.backward, index
+    return (place.layer if place.backward else place.layer + 1), place.backward, 0
+
+
+def _numbers(graph: RegionGraph, seen: Sequence[Seen]) -> Iterator[tuple[int, int]]:
+    """Pairs of a storage of `graph` and the number that the recorder has for it.
+
+    Both lists of ops are of the same forward pass. The graph has more detaches, and a replayable Function as one op.
+    """
+    position = 0
+    for op in graph.ops:
+        ahead = next((i for i in range(position, len(seen)) if seen[i].name == op.name), None)
+        if ahead is None or op.name == "detach":
+            continue
+        position = ahead + 1
+        pairs = (*zip(op.inputs, seen[ahead].inputs, strict=False), *zip(op.outputs, seen[ahead].outputs, strict=False))
+        for value, number in pairs:
+            storage = graph.values[value].storage
+            if number != OWNED and graph.storages[storage].kind != "parameter":
+                yield storage, number

@@ -1,0 +1,261 @@
+"""Watches a training step go by: every op, which memory comes and goes with it, and what autograd picks up when.
+
+On fake tensors autograd need not hold what it saves inside a layer: what it picks up later may be any tensor of that
+shape. So the recorder lets those tensors go, and what still stands is what Python, or an op outside the layers, holds
+on to. On real tensors it has to hold them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from actmem._compat import DEVICE_QUESTION, DispatchMode, answer_device, local_storage, storage_bytes, storage_id
+from actmem.graph import signature_of
+from actmem.runtime.intercept import Interception
+from actmem.runtime.kinds import flops_of, group_size_of, kind_of, num_bytes
+from actmem.runtime.learning import tensors_in
+
+OWNED = -1
+"""Number of whatever stood before the step: parameters, buffers, the batch."""
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """One op as it went by, with the numbers of the memories that it read and made; `moment` is one without a name."""
+
+    name: str = ""
+    signature: str = ""
+    flops: int = 0
+    moved_bytes: int = 0
+    compute_intensive: bool = False
+    group_size: int = 0
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    unpacks: list[int] = field(default_factory=list)
+    releases: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """What ran in one layer, or in the gap before it, in one direction."""
+
+    layer: int
+    in_layer: bool
+    backward: bool
+    ops: list[Seen] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[int, bool, bool]:
+        """What tells one place from all others."""
+        return self.layer, self.in_layer, self.backward
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """A storage: its size, the op that made it, and the op before which it was found to be gone."""
+
+    num_bytes: int
+    made: tuple[Place, int]
+    gone: tuple[Place, int] | None = None
+    is_gradient: bool = False
+
+
+class StepRecorder(DispatchMode):
+    """Records one step of a model whose layers are `layers`, in order. `owned` are the tensors that stood before it;
+    `holds` says whether saved tensors are real and must be held."""
+
+    def __init__(self, layers: Sequence[nn.Module], owned: Iterable[Tensor], *, holds: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.memories: list[Memory] = []
+        self.places: dict[tuple[int, bool, bool], Place] = {}
+        self.num_packed = [0] * len(layers)
+        self.num_calls = [0] * len(layers)
+        self._layers = layers
+        self._owned = {storage_id(tensor) for tensor in owned}
+        self._holds = holds
+        self._living: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._is_watching = True
+        self._here = self._place(0, in_layer=False, backward=False)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs inside; `begin_backward` tells where the backward pass begins."""
+        runners = {layer: _Runner(self, index) for index, layer in enumerate(self._layers)}
+        interception = Interception(dict(runners))
+        try:
+            with self, saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._is_watching = False
+            interception.remove()
+
+    def begin_backward(self) -> None:
+        """The forward pass, the loss included, is done."""
+        self._go_to(self._place(len(self._layers), in_layer=False, backward=True))
+
+    def mark_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Note which memories have become gradients."""
+        for parameter in parameters:
+            if parameter.grad is not None and (number := self._number_of(parameter.grad)) != OWNED:
+                self.memories[number].is_gradient = True
+
+    @contextmanager
+    def in_layer(self, layer: int) -> Iterator[None]:
+        """A layer's forward runs inside."""
+        self.num_calls[layer] += 1
+        self._go_to(self._place(layer, in_layer=True, backward=False))
+        yield
+        self._go_to(self._place(layer + 1, in_layer=False, backward=False))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_QUESTION:
+            return answer_device(args[0])
+        kwargs = kwargs or {}
+        if not self._is_watching:
+            return func(*args, **kwargs)
+        kind = kind_of(func)
+        unpacks = self._take_moment()
+        operands = tensors_in((*args, *kwargs.values()))
+        out = func(*args, **kwargs)
+        results = tensors_in(out if isinstance(out, (list, tuple)) else (out,))
+        inputs = tuple([self._number_of(each) for each in operands])
+        outputs = tuple([self._number_of(each) for each in results])
+        moves = kind.edits or not outputs or not set(outputs) <= set(inputs)
+        self._here.ops.append(
+            Seen(
+                name=kind.name,
+                signature=signature_of(kind.name, [(tuple(each.shape), _dtype(each)) for each in operands]),
+                flops=flops_of(func, kind, args, kwargs, out),
+                moved_bytes=sum(map(num_bytes, (*operands, *results))) if moves else 0,
+                compute_intensive=kind.compute_intensive,
+                group_size=group_size_of(kind, args),
+                inputs=inputs,
+                outputs=outputs,
+                unpacks=unpacks,
+            )
+        )
+        return out
+
+    def _number_of(self, tensor: Tensor) -> int:
+        """The number of a tensor's memory, a new one where it was not seen before."""
+        identity = storage_id(tensor)
+        known = self._living.get(identity)
+        if known is not None:
+            return known[1]
+        if identity in self._owned:
+            return OWNED
+        number = len(self.memories)
+        self._follow(tensor, number)
+        self.memories.append(Memory(storage_bytes(tensor), (self._here, len(self._here.ops))))
+        return number
+
+    def _follow(self, tensor: Tensor, number: int) -> None:
+        """Know the tensor's memory by this number until it is gone."""
+        identity = storage_id(tensor)
+
+        def note_death(_: object) -> None:
+            del self._living[identity]
+            if number != OWNED and self._is_watching:
+                self.memories[number].gone = (self._here, len(self._here.ops))
+
+        self._living[identity] = (weakref.ref(local_storage(tensor), note_death), number)
+
+    def _place(self, layer: int, *, in_layer: bool, backward: bool) -> Place:
+        place = Place(layer, in_layer, backward)
+        return self.places.setdefault(place.key, place)
+
+    def _go_to(self, place: Place) -> None:
+        self._here = place
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        place = self._here
+        if not place.in_layer:
+            return _Saved(self, place, None, tensor)
+        position = self.num_packed[place.layer]
+        self.num_packed[place.layer] += 1
+        return _Saved(self, place, position, tensor if self._must_hold(tensor, place) else None, tensor)
+
+    def _must_hold(self, tensor: Tensor, place: Place) -> bool:
+        """Whether autograd must hold it whatever the plan: it is not the layer's own, and needs no gradient."""
+        number = self._number_of(tensor)
+        return self._holds or number == OWNED or not (self.memories[number].made[0] is place or tensor.requires_grad)
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        place = saved.place
+        self._go_to(self._place(place.layer, in_layer=place.in_layer, backward=True))
+        if saved.position is not None:
+            self._moment().unpacks.append(saved.position)
+        return self._stand_in(saved) if saved.tensor is None else saved.tensor
+
+    def _moment(self) -> Seen:
+        """What is picked up belongs to the op that follows; until one does, it has a moment of its own."""
+        ops = self._here.ops
+        if not ops or ops[-1].name or ops[-1].releases:
+            ops.append(Seen())
+        return ops[-1]
+
+    def _take_moment(self) -> list[int]:
+        ops = self._here.ops
+        return ops.pop().unpacks if ops and not ops[-1].name and not ops[-1].releases else []
+
+    def _stand_in(self, saved: _Saved) -> Tensor:
+        self._is_watching = False
+        made = torch.empty_strided(saved.shape, saved.stride, dtype=saved.dtype, device=saved.device)
+        self._is_watching = True
+        self._follow(made, OWNED)
+        return made
+
+    def release(self, place: Place, position: int | None) -> None:
+        """Autograd has let a saved tensor go."""
+        if not self._is_watching or position is None:
+            return
+        ops = self._place(place.layer, in_layer=True, backward=True).ops
+        if not ops:
+            ops.append(Seen())
+        ops[-1].releases.append(position)
+
+
+class _Saved:
+    """What autograd holds in place of a tensor: the tensor, or what one like it looks like."""
+
+    __slots__ = ("_recorder", "device", "dtype", "place", "position", "shape", "stride", "tensor")
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        place: Place,
+        position: int | None,
+        tensor: Tensor | None,
+        like: Tensor | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self.place = place
+        self.position = position
+        self.tensor = tensor
+        if like is not None:
+            self.shape, self.stride, self.dtype, self.device = like.shape, like.stride(), like.dtype, like.device
+
+    def __del__(self) -> None:
+        self._recorder.release(self.place, self.position)
+
+
+class _Runner:
+    def __init__(self, recorder: StepRecorder, layer: int) -> None:
+        self._recorder = recorder
+        self._layer = layer
+
+    def __call__(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._recorder.in_layer(self._layer):
+            return forward(*args, **kwargs)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
