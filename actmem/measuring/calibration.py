@@ -7,7 +7,7 @@ from the known device, or from the guess for a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -63,8 +63,29 @@ def calibrate(
 
     `on_stage` hears each of `STAGES` before it begins. Raises `MeasurementError` where the disk cannot be written.
     """
-    known = _known_device(device)
     dtype = step.dtype if step is not None else _usual_dtype(device)
+    found = _measure(device, directory, step, dtype, on_stage)
+    return _profile(device, found, dtype, _note(device, step, found.op_times))
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What was measured, as it was measured; rates in FLOP/s and bytes/s."""
+
+    memory: Sequence[float]
+    products: Mapping[torch.dtype, Sequence[float]]
+    attention: Sequence[float]
+    op_seconds: float
+    link: CopySpeeds | None
+    disk: CopySpeeds
+    copy_slowdown: float
+    engine: EngineTime
+    op_times: OpTimes | None
+
+
+def _measure(
+    device: torch.device, directory: Path, step: TrainingStep | None, dtype: torch.dtype, on_stage: OnStage
+) -> _Findings:
     on_stage("memory")
     memory = memory_rates(device)
     on_stage("products")
@@ -80,33 +101,40 @@ def calibrate(
     on_stage("engine")
     engine = measure_engine() if device.type == "cpu" else EngineTime(0.0, 0.0)
     on_stage("ops of a step")
-    times = None if step is None else measure_op_times(step.run, device)
-    peaks = {each: _rate(rates, _known_peak(known, each)) for each, rates in products.items()}
-    memory_rate = _rate(memory, known.memory_bytes_per_second.peak if known is not None else None)
-    link_paths = None if link is None else _copying(link, known.link if known is not None else None)
+    op_times = None if step is None else measure_op_times(step.run, device)
+    return _Findings(memory, products, attention, op_seconds, link, disk, slowdown, engine, op_times)
+
+
+def _profile(device: torch.device, found: _Findings, dtype: torch.dtype, note: str) -> Hardware:
+    """The profile that says what was found; the shares of products and attention are those of `dtype`."""
+    known = None if device.type == "cpu" else recognise_device(device_name(device))
+    peaks = {each: _rate(rates, _known_peak(known, each)) for each, rates in found.products.items()}
+    memory = _rate(found.memory, None if known is None else known.memory_bytes_per_second.peak)
+    link = None if found.link is None else _copying(found.link, None if known is None else known.link)
+    times = {} if found.op_times is None else found.op_times.seconds
     return Hardware(
         name=device_name(device),
-        note=_note(device, step, times),
+        note=note,
         matmul_flops_per_second=peaks[torch.bfloat16],
         float32_matmul_flops_per_second=peaks[torch.float32],
-        memory_bytes_per_second=memory_rate,
+        memory_bytes_per_second=memory,
         memory_bytes=device_memory_bytes(device),
         allocation_bytes=1 if device.type == "cpu" else _ALLOCATION_BYTES,
-        link=link_paths,
-        disk=_copying(disk, None),
+        link=link,
+        disk=_copying(found.disk, None),
         collectives=(known or load_hardware("cpu")).collectives,
-        op_seconds=_rounded(op_seconds),
-        copy_slowdown=_rounded(slowdown),
-        replay_seconds=_rounded(engine.replay_seconds),
-        watch_seconds=_rounded(engine.watch_seconds),
+        op_seconds=_rounded(found.op_seconds),
+        copy_slowdown=_rounded(found.copy_slowdown),
+        replay_seconds=_rounded(found.engine.replay_seconds),
+        watch_seconds=_rounded(found.engine.watch_seconds),
         efficiency=Efficiency(
-            matmul=_shares(products[dtype], peaks[dtype].peak),
-            attention=_shares(attention, peaks[dtype].peak),
-            memory=_shares(memory, memory_rate.peak),
-            link=_link_shares(link_paths),
+            matmul=_shares(found.products[dtype], peaks[dtype].peak),
+            attention=_shares(found.attention, peaks[dtype].peak),
+            memory=_shares(found.memory, memory.peak),
+            link=_link_shares(link),
         ),
         measured=True,
-        measured_ops={} if times is None else {key: _rounded(value) for key, value in times.seconds.items()},
+        measured_ops={signature: _rounded(seconds) for signature, seconds in times.items()},
     )
 
 
@@ -130,10 +158,6 @@ def _measure_disk(directory: Path, device: torch.device) -> tuple[CopySpeeds, fl
         ) from error
 
 
-def _known_device(device: torch.device) -> Hardware | None:
-    return None if device.type == "cpu" else recognise_device(device_name(device))
-
-
 def _known_peak(known: Hardware | None, dtype: torch.dtype) -> float | None:
     return known.matmul_flops_per_second.peak if known is not None and dtype is torch.bfloat16 else None
 
@@ -149,13 +173,11 @@ def _shares(rates: Sequence[float], peak: float) -> Shares:
 
 
 def _copying(speeds: CopySpeeds, known: Copying | None) -> Copying:
+    out_peak = None if known is None else known.out_bytes_per_second.peak
+    in_peak = None if known is None else known.in_bytes_per_second.peak
     return Copying(
-        out_bytes_per_second=_rate(
-            [speeds.out_bytes_per_second], None if known is None else known.out_bytes_per_second.peak
-        ),
-        in_bytes_per_second=_rate(
-            [speeds.in_bytes_per_second], None if known is None else known.in_bytes_per_second.peak
-        ),
+        out_bytes_per_second=_rate([speeds.out_bytes_per_second], out_peak),
+        in_bytes_per_second=_rate([speeds.in_bytes_per_second], in_peak),
         duplex=_rounded(speeds.duplex),
     )
 
