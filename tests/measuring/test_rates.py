@@ -13,8 +13,6 @@ from torch import Tensor
 from actmem.measuring import rates
 from actmem.measuring.engine_time import measure_engine
 from actmem.measuring.rates import CopySpeeds, copy_slowdown, disk_speeds, link_speeds, seconds_of
-from actmem.runtime.swap.counters import SwapCounters
-from actmem.runtime.swap.disk import DiskTier
 
 CPU = torch.device("cpu")
 
@@ -78,12 +76,6 @@ def test_disks(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         disk_speeds(tmp_path / "none")
-
-
-def test_a_disk_without_room(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 2**18, SwapCounters())
-    with pytest.raises(OSError, match="no room for 3 x 262144 bytes"):
-        rates._offload(tier, torch.ones(2**18, dtype=torch.uint8), 3)
 
 
 def test_the_engine_takes_time_for_each_op() -> None:
