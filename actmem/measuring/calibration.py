@@ -196,10 +196,10 @@ def _usual_dtype(device: torch.device) -> torch.dtype:
 
 
 def _note(device: torch.device, step: TrainingStep | None, times: OpTimes | None) -> str:
-    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-    note = (
-        f"measured on {datetime.now(UTC).date()} with torch {version('torch')}{threads}; collectives are not measured"
-    )
+    note = f"measured on {datetime.now(UTC).date()} with torch {version('torch')}"
+    if device.type == "cpu":
+        note += f", threads: {torch.get_num_threads()}"
+    note += "; collectives are not measured"
     if step is None or times is None:
         return note
     return (
