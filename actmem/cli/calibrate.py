@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def calibrate(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Where the profile goes.")],
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="A run's YAML file, to time the ops of its model too.")
+        Path | None, typer.Argument(metavar="CONFIG", help="A run's YAML file, to time the ops of its model too.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings in place of the file's.")
