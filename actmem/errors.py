@@ -2,6 +2,7 @@
 
     ActmemError
     ├── ConfigError (ValueError)         a configuration with faults; `.faults` lists all of them
+    │   └── HardwareError                a device that is not known, or a profile of one with faults
     ├── PlanError (ValueError)           a plan that is malformed, or made for another model or shape
     ├── PlatformError (NotImplementedError)  a platform other than torch
     ├── ApplyError (ValueError)          a model that a plan cannot be applied to
@@ -64,6 +65,10 @@ class ConfigError(ActmemError, ValueError):
         noun = "fault" if len(self.faults) == 1 else "faults"
         head = f"{len(self.faults)} {noun} in {source or 'the configuration'}"
         super().__init__("\n  ".join([f"{head}:", *map(str, self.faults)]))
+
+
+class HardwareError(ConfigError):
+    """A device that is not known, or a profile of one that cannot be true, be read or be written."""
 
 
 class PlanError(ActmemError, ValueError):

@@ -6,12 +6,11 @@ import os
 import platform
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 import transformers
 
-_CPU_INFO = Path("/proc/cpuinfo")
+from actmem.measuring.machine import cpu_name
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Machine:
         """The one that this process runs on."""
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return cls(
-            cpu=_cpu_name(),
+            cpu=cpu_name(),
             num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             num_threads=torch.get_num_threads(),
             accelerator=None if accelerator is None else str(accelerator),
@@ -45,11 +44,3 @@ class Machine:
     def __str__(self) -> str:
         cores = f"{self.num_cores} cores, {self.num_threads} threads"
         return f"{self.cpu}, {cores}; torch {self.torch}, transformers {self.transformers}, Python {self.python}"
-
-
-def _cpu_name() -> str:
-    if _CPU_INFO.exists():
-        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

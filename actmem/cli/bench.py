@@ -20,8 +20,10 @@ from actmem.planning.sections import plan_of
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from actmem.measuring import BenchResult
+    from actmem.training.packing import Batch
 
 _POLICIES = "none,selective,mlp,full,torch-sac,torch-full"
 
@@ -71,20 +73,15 @@ def _with_own_plan(run: RunConfig, names: list[str]) -> list[str | Plan]:
 def _measure(run: RunConfig, policies: list[str | Plan], rounds: int) -> BenchResult:
     import torch
 
-    from actmem.measuring.bench import num_steps, random_batch, run_bench
-    from actmem.models.building import build_model
-    from actmem.training.device import choose_device
+    from actmem.measuring.bench import num_steps, run_bench
 
-    device = choose_device(run.train.device)
-    model = build_model(run.model, vocab_size=_vocab_size(run), seed=run.train.seed)
-    model.to(device)  # type: ignore[arg-type]  # its annotations are lost in a wrapper
-    batch = random_batch(model, run.train.micro_batch_size, run.data.sequence_length, seed=run.train.seed)
+    model, batch = model_and_batch(run)
     with bench_progress(num_steps(policies, rounds)) as on_step:
         return run_bench(
             model,
             batch,
             policies,
-            setting=_setting(run, device),
+            setting=setting_of(run, model.device),
             rounds=rounds,
             loss=run.model.loss,
             memory=run.memory,
@@ -93,23 +90,36 @@ def _measure(run: RunConfig, policies: list[str | Plan], rounds: int) -> BenchRe
         )
 
 
+def model_and_batch(run: RunConfig) -> tuple[PreTrainedModel, Batch]:
+    """The model of a run, on its device, and a micro-batch of random tokens."""
+    from actmem.measuring.bench import random_batch
+    from actmem.models.building import build_model
+    from actmem.training.device import choose_device
+
+    device = choose_device(run.train.device)
+    model = build_model(run.model, vocab_size=_vocab_size(run), seed=run.train.seed)
+    model.to(device)  # type: ignore[arg-type]  # its annotations are lost in a wrapper
+    return model, random_batch(model, run.train.micro_batch_size, run.data.sequence_length, seed=run.train.seed)
+
+
 def _vocab_size(run: RunConfig) -> int | None:
     """A preset's vocabulary gives way to that of the tokenizer that training would make, as in training."""
     keeps_own = run.model.name is None or run.data.tokenizer is not None or "vocab_size" in (run.model.config or {})
     return None if keeps_own else run.data.vocab_size
 
 
-def _setting(run: RunConfig, device: torch.device) -> str:
+def setting_of(run: RunConfig, device: torch.device) -> str:
+    """A run's model and batch, and where they are, in words."""
     casting = ", autocast bfloat16" if run.train.autocast is not None else ""
     batch = f"{run.train.micro_batch_size} x {run.data.sequence_length} tokens"
     return f"{summary(run)['model']}{casting}, {batch}, {device.type}"
 
 
 @contextmanager
-def bench_progress(total: int) -> Iterator[Callable[[str], None]]:
+def bench_progress(total: int, label: str = "bench") -> Iterator[Callable[[str], None]]:
     """A bar on standard error while the steps run, gone when they are over."""
     console = Console(stderr=True, markup=False, highlight=False)
-    columns = (TextColumn("bench"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+    columns = (TextColumn(label), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
     with bar:
         task = bar.add_task("", total=total)

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from actmem.cli.bench import bench
+from actmem.cli.calibrate import calibrate
 from actmem.cli.check import check
 from actmem.cli.explain import explain
 from actmem.cli.plan import plan
@@ -31,6 +32,7 @@ app.command()(check)
 app.command()(plan)
 app.command()(explain)
 app.command()(bench)
+app.command()(calibrate)
 app.command()(train)
 
 

@@ -70,13 +70,14 @@ def _rotated(names: Sequence[str], by: int) -> list[str]:
 
 
 def _time(step: Callable[[], object], device: torch.device) -> float:
-    _finish(device)
+    finish(device)
     started = time.perf_counter()
     step()
-    _finish(device)
+    finish(device)
     return time.perf_counter() - started
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
