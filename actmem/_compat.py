@@ -204,9 +204,9 @@ def dtensor_functions() -> tuple[type[torch.autograd.Function], ...]:
 
 def size_of_group(name: str) -> int:
     """Number of ranks in the process group of this name; 0 where the name is not one's."""
-    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
+    groups: Any = torch.distributed.distributed_c10d
     try:
-        return int(resolve(name).size())
+        return int(groups._resolve_process_group(name).size())
     except (RuntimeError, ValueError):
         return 0
 

@@ -66,8 +66,8 @@ class Swap:
 @dataclass(frozen=True)
 class Course:
     """One call of a layer. `held_bytes` stand between its passes. The bytes of backward slices count what the layer
-    holds, makes again and allocates, above what stood when its backward pass began without it; swapped storages are left
-    out. `left_bytes` is what stands of that when it is over: gradients, less those that it was handed."""
+    holds, makes again and allocates, above what stood when its backward pass began without it; swapped storages are
+    left out. `left_bytes` is what stands of that when it is over: gradients, less those that it was handed."""
 
     fates: Fates
     forward: tuple[Slice, ...]

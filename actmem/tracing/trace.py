@@ -32,9 +32,9 @@ def trace(model: nn.Module, batch: Mapping[str, object], *, loss: Loss | None = 
     """The graph of a training step of `model` on the keyword arguments `batch`.
 
     `loss` runs the model forward and returns a scalar; by default that is the ``loss`` of the model's output, as
-    Hugging Face models give it for a batch with labels, and the sum of its first output where there is none. For a model on the
-    meta device the tensors in `batch` give shapes and dtypes alone, and each row is taken for one sequence. The model's
-    gradients stay as they are. Autocast is that of the caller.
+    Hugging Face models give it for a batch with labels, and the sum of its first output where there is none. For a
+    model on the meta device the tensors in `batch` give shapes and dtypes alone, and each row is taken for one
+    sequence. The model's gradients stay as they are. Autocast is that of the caller.
     Raises `ApplyError` for a model that cannot be planned, and what the model itself raises.
     """
     return trace_for_plan(model, batch, loss=loss)[0]
