@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,11 +14,6 @@ from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
 from actmem.errors import PlanError
 from actmem.planning import Plan
-
-if TYPE_CHECKING:
-    from actmem.graph import Graph
-    from actmem.planning import Rule
-    from actmem.runtime.engine import RuleSource
 
 
 def plan(
@@ -48,6 +43,7 @@ def plan(
 
 def _made(run: RunConfig) -> Plan:
     from actmem.models.shapes import build_shapes
+    from actmem.planning.chosen_rules import rules_of_policy
     from actmem.planning.sections import plan_of
     from actmem.training.traced import trace_run
 
@@ -57,15 +53,7 @@ def _made(run: RunConfig) -> Plan:
     given = plan_of(run)
     if isinstance(given, Path):
         given = Plan.load(given)
-    return replace(given if isinstance(given, Plan) else Plan(source.name, _rules(source, graph)), fingerprint=made_for)
-
-
-def _rules(source: RuleSource, graph: Graph) -> tuple[Rule, ...]:
-    """The rules that a policy makes of each kind of layer, for all layers of that kind."""
-    kinds = list(graph.layers.values())
-    layers_of = {kind: tuple(layer for layer, other in enumerate(kinds) if other == kind) for kind in graph.kinds}
-    rules_of = {kind: source.rules(layers_of[kind][0], region) for kind, region in graph.kinds.items()}
-    everywhere = len(set(rules_of.values())) == 1
-    if everywhere:
-        return next(iter(rules_of.values()))
-    return tuple(replace(rule, layers=layers_of[kind]) for kind, rules in rules_of.items() for rule in rules)
+    return replace(
+        given if isinstance(given, Plan) else Plan(source.name, rules_of_policy(graph, source.rules)),
+        fingerprint=made_for,
+    )

@@ -33,7 +33,7 @@ def recompute_cheap(graph: RegionGraph) -> tuple[Rule, ...]:
     choices = {storage: op for storage, op in graph.creators.items() if graph.storages[storage].kept is None}
     saved = {graph.ops[op].path for storage, op in choices.items() if storage in held}
     recomputed = {graph.ops[op].path for storage, op in choices.items()} - saved
-    return (Rule(".*", Action.RECOMPUTE), *(Rule(pattern, Action.SAVE) for pattern in _patterns(saved, recomputed)))
+    return (Rule(".*", Action.RECOMPUTE), *(Rule(pattern, Action.SAVE) for pattern in patterns_of(saved, recomputed)))
 
 
 def swap_attention(graph: RegionGraph) -> tuple[Rule, ...]:
@@ -46,7 +46,7 @@ def swap_all(graph: RegionGraph) -> tuple[Rule, ...]:
     return (Rule(".*", Action.SWAP),)
 
 
-def _patterns(saved: set[str], recomputed: set[str]) -> list[str]:
+def patterns_of(saved: set[str], recomputed: set[str]) -> list[str]:
     """Regexes that match all of `saved` and none of `recomputed`: one for all ops of a name in a module where they all
     are saved, so that it speaks for further ones too (experts run one by one in varying number)."""
     mixed = {_without_number(path) for path in recomputed}

@@ -96,7 +96,7 @@ class Simulator:
         self.surroundings: Surroundings = survey(graph, conditions.costs, gradients_stand=conditions.gradients_stand)
         self._calls = graph.step.calls
         self._kinds = list(graph.layers.values())
-        self._layers = [graph.kinds[kind] for kind in self._kinds]
+        self.layers = [graph.kinds[kind] for kind in self._kinds]
         self._courses: dict[object, Course] = {}
 
     def run(self, plans: Sequence[LayerPlan]) -> Simulation:
@@ -117,9 +117,19 @@ class Simulator:
             )
         return self._courses[key]
 
+    def op_seconds(self, layer: int, op: int) -> float:
+        """Seconds to run one op of a layer's forward pass again; views take only what the engine does."""
+        costs, graph = self.conditions.costs, self.layers[layer]
+        return costs.replay_seconds + (0.0 if graph.ops[op].view else costs.op_seconds(graph, op))
+
+    def copy_seconds(self, tier: Tier, num_bytes: int) -> float:
+        """By how much copying a storage to a tier and back holds computing up, however well it is hidden."""
+        link = self.conditions.links[tier]
+        return link.slowdown * num_bytes * (1 / link.out_bytes_per_second + 1 / link.in_bytes_per_second)
+
     def leaving(self, layer: int) -> frozenset[int]:
         """Storages that a layer makes and others refer to when its call is over."""
-        call, storages = self._calls[layer], self._layers[layer].storages
+        call, storages = self._calls[layer], self.layers[layer].storages
         made = {storage for storage, _ in call.shared if storages[storage].kind == "op"}
         return frozenset(made | {escape.storage for escape in call.escapes})
 

@@ -1,0 +1,51 @@
+"""What a simulation needs to know of a device, from its profile."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from actmem.graph import RegionGraph
+from actmem.hardware import CostModel, Hardware, Level
+from actmem.planning.course import Costs
+from actmem.planning.plan import Tier
+from actmem.planning.simulator import Conditions, Link
+
+
+def conditions_on(
+    hardware: Hardware,
+    *,
+    level: Level = "nominal",
+    tiers: tuple[Tier, ...] = ("host",),
+    prefetch: int = 1,
+    in_flight_limit: int = 2**33,
+    gradients_stand: bool = True,
+) -> Conditions:
+    """The conditions of a step on `hardware` at an efficiency. Of `tiers`, those stay to which its profile has a
+    link."""
+    model = CostModel(hardware, level)
+    known = {"host": model.link, "disk": model.disk}
+    links = {
+        tier: Link(rates.out_bytes_per_second, rates.in_bytes_per_second, hardware.copy_slowdown)
+        for tier in tiers
+        if (rates := known[tier]) is not None
+    }
+    return Conditions(_costs(model), links, prefetch, in_flight_limit, gradients_stand)
+
+
+def _costs(model: CostModel) -> Costs:
+    hardware = model.hardware
+    seconds: dict[int, list[float]] = {}
+
+    def op_seconds(graph: RegionGraph, index: int) -> float:
+        if id(graph) not in seconds:
+            seconds[id(graph)] = [model.op_seconds(graph, op) for op in range(len(graph.ops))]
+        return seconds[id(graph)][index]
+
+    return Costs(
+        op_seconds=op_seconds,
+        step_op_seconds=cache(model.seconds),
+        replay_seconds=hardware.replay_seconds,
+        watch_seconds=hardware.watch_seconds,
+        accumulate_bytes_per_second=hardware.memory_bytes_per_second.peak * hardware.efficiency.memory.nominal / 3,
+        granularity=hardware.allocation_bytes,
+    )

@@ -1,0 +1,238 @@
+"""What can be done with one layer: the plans for it that are worth choosing among.
+
+An option costs seconds (ops run again, copying that holds the computing up), bytes that stand until the backward pass,
+bytes that go over a link, and bytes that stand at the peak of the layer's own backward pass. For prices on seconds and
+held bytes alone the best one is a minimum cut; walking through all ratios of the two prices gives the corners of the
+trade-off. Between the corners, and for the peaks, single storages are then saved or made again in turn, for as long as
+that finds options that no other beats in every respect. Each is played through on the graph, so its figures are those
+of the simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+from actmem.graph import COMMUNICATION, RegionGraph
+from actmem.planning.course import Course
+from actmem.planning.fates import Fates, path_of_storage, resolve
+from actmem.planning.min_cut import cheapest
+from actmem.planning.plan import Action, Tier
+from actmem.planning.simulator import LayerPlan, Simulator
+
+_MOST_OPTIONS = 48
+"""Of one layer, before swapping."""
+_MOST_TRIED = 500
+"""How many are played through between the corners."""
+_MOST_SWAPPED = 10
+"""Numbers of storages, the largest first, that are tried in place of holding them."""
+_SCALE = 2**40
+"""Prices of a cut are whole numbers; this many make up the most expensive one."""
+_DEAR = 1000
+"""At a price at which all storages together cost so many times as much as all ops, bytes alone count."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One plan for one layer: what is saved and what is swapped, by path; all else is made again."""
+
+    saved: frozenset[str]
+    swapped: tuple[tuple[str, Tier], ...]
+    plan: LayerPlan = field(compare=False)
+    course: Course = field(compare=False)
+    seconds: float = field(compare=False)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that stand until the backward pass."""
+        return self.course.held_bytes
+
+    @cached_property
+    def swapped_bytes(self) -> dict[Tier, int]:
+        """Bytes that go to each tier and back."""
+        total: dict[Tier, int] = {}
+        for swap in self.course.swaps:
+            tier = self.plan.tiers[swap.storage]
+            total[tier] = total.get(tier, 0) + swap.num_bytes
+        return total
+
+    @property
+    def fates(self) -> Fates:
+        """What becomes of each storage."""
+        return self.plan.fates
+
+    def beats(self, other: Option) -> bool:
+        """Whether it is nowhere worse, for options that swap nothing."""
+        mine, theirs = self.figures, other.figures
+        return all(a <= b for a, b in zip(mine, theirs, strict=True))
+
+    @cached_property
+    def figures(self) -> tuple[float, ...]:
+        """What it costs, in each respect."""
+        course = self.course
+        return self.seconds, course.held_bytes, course.backward_peak_bytes, course.forward_peak_bytes
+
+
+class OptionMaker:
+    """The options of one layer, as `simulator` plays it. `tiers` may take swapped storages of at least
+    `min_swap_bytes`."""
+
+    def __init__(self, simulator: Simulator, layer: int, *, tiers: tuple[Tier, ...], min_swap_bytes: int) -> None:
+        self._simulator = simulator
+        self._layer = layer
+        self._tiers = tiers
+        self._min_swap_bytes = min_swap_bytes
+        self.graph: RegionGraph = simulator.layers[layer]
+        self._paths = {
+            storage: path_of_storage(self.graph, storage)
+            for storage in self.graph.creators
+            if _is_free(self.graph, storage)
+        }
+        self._op_seconds = [simulator.op_seconds(layer, index) for index in range(len(self.graph.ops))]
+        self._known: dict[object, Option] = {}
+        self._base_seconds = 0.0
+        self.unplanned = self._option(frozenset(self._paths.values()), ())
+
+    def options(self) -> list[Option]:
+        """All that are worth it, those that swap included."""
+        corners = self._corners()
+        return [*self._between(corners), *self._swapping(corners)]
+
+    def _option(self, saved: frozenset[str], swapped: tuple[tuple[str, Tier], ...]) -> Option:
+        """An option, with what it saves in vain left out."""
+        wanted = {**dict.fromkeys(saved, Action.SAVE), **{path: Action.SWAP for path, _ in swapped}}
+        key = (saved, swapped)
+        if key in self._known:
+            return self._known[key]
+        fates = resolve(
+            self.graph,
+            lambda path: wanted.get(path, Action.RECOMPUTE),
+            min_swap_bytes=self._min_swap_bytes,
+            communicates_again=lambda path: path not in wanted,
+        )
+        used = {self._paths[storage] for storage in fates.held if storage in self._paths}
+        gone = {path_of_storage(self.graph, storage) for storage in fates.swapped}
+        tier_of = dict(swapped)
+        tiers = {storage: tier_of[path_of_storage(self.graph, storage)] for storage in fates.swapped}
+        course = self._simulator.course_of(self._layer, fates)
+        seconds = course.forward_seconds + course.backward_seconds
+        seconds += sum(self._simulator.copy_seconds(tiers[swap.storage], swap.num_bytes) for swap in course.swaps)
+        if not self._known:
+            self._base_seconds = seconds
+        seconds -= self._base_seconds
+        option = Option(
+            saved & used, tuple(each for each in swapped if each[0] in gone), LayerPlan(fates, tiers), course, seconds
+        )
+        self._known[key] = option
+        return option
+
+    def _corners(self) -> list[Option]:
+        """The corners of the trade-off of seconds for bytes, from nothing made again to all of it."""
+        total = sum(each.num_bytes for each in self.graph.storages) or 1
+        first, last = self.unplanned, self._cut(_DEAR * (sum(self._op_seconds) or 1.0) / total)
+        found = {option.fates.key: option for option in (first, last)}
+        pending = [(first, last)]
+        while pending:
+            more, less = pending.pop()
+            if more.held_bytes <= less.held_bytes:
+                continue
+            between = self._cut((less.seconds - more.seconds) / (more.held_bytes - less.held_bytes))
+            if between.fates.key not in found:
+                found[between.fates.key] = between
+                pending += [(more, between), (between, less)]
+        return list(found.values())
+
+    def _cut(self, price: float) -> Option:
+        """The best option where holding a byte costs `price` seconds."""
+        most = max(price * sum(each.num_bytes for each in self.graph.storages), sum(self._op_seconds)) or 1.0
+        scale = _SCALE / most
+        held = cheapest(
+            self.graph,
+            hold_price=lambda storage: round(scale * price * self.graph.storages[storage].num_bytes),
+            run_price=lambda op: round(scale * self._op_seconds[op]),
+            is_free=lambda storage: _is_free(self.graph, storage),
+        )
+        return self._option(frozenset(self._paths[each] for each in held if each in self._paths), ())
+
+    def _between(self, corners: list[Option]) -> list[Option]:
+        """The corners and what lies between them: options that no other beats, found by changing one path at a time."""
+        best = _unbeaten(corners)
+        tried: set[frozenset[str]] = set()
+        left = _MOST_TRIED
+        while left > 0 and (new := [option for option in best if option.saved not in tried]):
+            for option in new:
+                tried.add(option.saved)
+                neighbours = [self._option(saved, ()) for saved in self._neighbours(option)]
+                best += neighbours
+                left -= len(neighbours)
+                if left <= 0:
+                    break
+            best = _unbeaten(best)
+        return _thinned(best, set(map(id, corners)))
+
+    def _neighbours(self, option: Option) -> Iterator[frozenset[str]]:
+        """What saves one path more that is made again, or one less."""
+        remade = {
+            self._paths[storage] for storage in self._paths if self.graph.creators[storage] in option.fates.replayed
+        }
+        yield from (option.saved | {path} for path in remade)
+        yield from (option.saved - {path} for path in option.saved)
+
+    def _swapping(self, plain: Iterable[Option]) -> Iterator[Option]:
+        """Options that move away, instead of holding, the largest storages of another one."""
+        for option in plain if self._tiers else ():
+            held = sorted(
+                (each for each in option.fates.held if self._may_leave(each)),
+                key=lambda storage: -self.graph.storages[storage].num_bytes,
+            )
+            paths = list(dict.fromkeys(path_of_storage(self.graph, storage) for storage in held))
+            for tier in self._tiers:
+                for count in range(1, min(len(paths), _MOST_SWAPPED) + 1):
+                    away = tuple((path, tier) for path in paths[:count])
+                    yield self._option(option.saved - set(paths[:count]), away)
+
+    def _may_leave(self, storage: int) -> bool:
+        each = self.graph.storages[storage]
+        movable = each.kept is None and not each.edited and not each.constant
+        return movable and each.num_bytes >= max(self._min_swap_bytes, 1)
+
+
+def _is_free(graph: RegionGraph, storage: int) -> bool:
+    """Whether a plan decides about a storage: an op of the layer makes it, and only a collective may keep it."""
+    each = graph.storages[storage]
+    return each.kind == "op" and each.kept in (None, COMMUNICATION)
+
+
+def _unbeaten(options: Iterable[Option]) -> list[Option]:
+    """Those that no other is at least as good as in every respect, the fastest first."""
+    best: list[Option] = []
+    for option in sorted({each.fates.key: each for each in options}.values(), key=lambda each: each.figures):
+        if not any(other.beats(option) for other in best):
+            best.append(option)
+    return best
+
+
+def _thinned(options: list[Option], corners: set[int]) -> list[Option]:
+    """At most `_MOST_OPTIONS`: of those that are closest to the next one, one after the other goes, but no corner."""
+    if len(options) <= _MOST_OPTIONS:
+        return options
+    seconds = max(each.seconds for each in options) or 1.0
+    held = max(each.held_bytes for each in options) or 1
+    peak = max(each.course.backward_peak_bytes for each in options) or 1
+    kept = list(options)
+    while len(kept) > _MOST_OPTIONS:
+        gaps = [
+            math.inf
+            if id(b) in corners
+            else abs(a.seconds - b.seconds) / seconds
+            + abs(a.held_bytes - b.held_bytes) / held
+            + abs(a.course.backward_peak_bytes - b.course.backward_peak_bytes) / peak
+            for a, b in pairwise(kept)
+        ]
+        if min(gaps) == math.inf:
+            break
+        del kept[gaps.index(min(gaps)) + 1]
+    return kept

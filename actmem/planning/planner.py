@@ -1,0 +1,206 @@
+"""A byte budget in, the best plan out.
+
+trace -> options of each layer -> choice under the budget -> simulation. Where the simulation says more than the program
+believed, the program gets less to spend, until what is simulated fits; and more, where it leaves much unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+from actmem.errors import PlanError
+from actmem.graph import Graph
+from actmem.planning.chosen_rules import rules_of_options, rules_of_policy
+from actmem.planning.fates import fates_under, path_of_storage
+from actmem.planning.options import Option, OptionMaker
+from actmem.planning.plan import Fingerprint, Plan, Rule, RuleSet, Tier
+from actmem.planning.policies import POLICIES, SWAPPING
+from actmem.planning.simulator import Conditions, LayerPlan, Simulation, Simulator
+from actmem.planning.solver import Choice, Solver
+from actmem.units import format_bytes
+
+_ROUNDS = 5
+_UNUSED = 0.004
+"""Share of a budget that is not worth another round."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan for a budget. `simulation` is what a step under it comes to, `bound_seconds` what no plan of these options
+    can undercut; `unplanned` is the step without a plan. `is_optimal`: the search ended within its gap."""
+
+    plan: Plan
+    budget_bytes: int
+    simulation: Simulation
+    unplanned: Simulation
+    bound_seconds: float
+    is_optimal: bool
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def added_share(self) -> float:
+        """By which share of the unplanned step this one is longer."""
+        return self.simulation.seconds / self.unplanned.seconds - 1.0
+
+    @property
+    def bound_share(self) -> float:
+        """By which share any plan makes the step longer."""
+        return self.bound_seconds / self.unplanned.seconds - 1.0
+
+
+class Planner:
+    """Plans for one traced step under one set of conditions; the layers' options are worked out once.
+
+    `limits` are the bytes that the tiers can take, `min_swap_bytes` the least that is worth a copy, and
+    `calls_in_flight` the micro-batches that a pipeline stage holds at once.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        conditions: Conditions,
+        *,
+        limits: Mapping[Tier, int] | None = None,
+        min_swap_bytes: int = 2**20,
+        calls_in_flight: int = 1,
+        fingerprint: Fingerprint | None = None,
+    ) -> None:
+        self.graph = graph
+        self.simulator = Simulator(graph, conditions)
+        self._limits = dict(limits or {})
+        self._min_swap_bytes = min_swap_bytes
+        self._calls_in_flight = calls_in_flight
+        self._fingerprint = fingerprint
+        self._tiers = tuple(conditions.links)
+
+    @cached_property
+    def unplanned(self) -> Simulation:
+        """The step without a plan."""
+        return self.simulate("none")
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """What all layers hold between their passes, without a plan."""
+        return self.unplanned.held_bytes
+
+    def simulate(self, policy: str | Plan) -> Simulation:
+        """The step under a fixed policy or a plan."""
+        return self.simulator.run(self.layer_plans(policy))
+
+    def layer_plans(self, policy: str | Plan) -> list[LayerPlan]:
+        """What a fixed policy or a plan does with each layer."""
+        plans = []
+        for layer, graph in enumerate(self.simulator.layers):
+            rules = RuleSet(policy.rules_for(layer) if isinstance(policy, Plan) else POLICIES[policy](graph))
+            fates = fates_under(graph, rules, min_swap_bytes=self._min_swap_bytes)
+            plans.append(
+                LayerPlan(fates, {each: self._tier_of(rules, path_of_storage(graph, each)) for each in fates.swapped})
+            )
+        return plans
+
+    def budget_of(self, share: float) -> int:
+        """The budget that leaves `share` of the layers' activations."""
+        return self.unplanned.peak_bytes - round((1.0 - share) * self.activation_bytes)
+
+    @cached_property
+    def least(self) -> Planned:
+        """The plan with the least peak that there is."""
+        choice = self._solver.least_peak()
+        return self._planned(choice, choice.peak_bytes, name="least memory")
+
+    def plan(self, budget_bytes: int, *, name: str | None = None, seconds: float = 5.0) -> Planned:
+        """The fastest plan whose simulated peak is within the budget.
+
+        The search takes about `seconds`; what it has found by then is taken. Raises `PlanError` for a budget that no
+        plan can meet, with what the least possible one is made of.
+        """
+        name = name or f"auto@{format_bytes(budget_bytes).replace(' ', '')}"
+        if budget_bytes >= self.unplanned.peak_bytes:
+            return self._unplanned(budget_bytes, name)
+        best: Planned | None = None
+        aim = budget_bytes
+        for _ in range(_ROUNDS):
+            choice = self._solver.solve(aim, seconds=seconds)
+            if choice is None:
+                break
+            found = self._planned(choice, budget_bytes, name)
+            excess = found.simulation.peak_bytes - budget_bytes
+            if excess <= 0 and (best is None or found.simulation.seconds < best.simulation.seconds):
+                best = found
+            if excess <= 0 and (-excess < _UNUSED * budget_bytes or best is not found):
+                break
+            aim -= excess
+        best = self._better_policy(best, budget_bytes, name)
+        if best is None:
+            self._refuse(budget_bytes)
+        return best
+
+    @cached_property
+    def _solver(self) -> Solver:
+        return Solver(self.simulator, self._options, limits=self._limits, calls_in_flight=self._calls_in_flight)
+
+    @cached_property
+    def _options(self) -> list[list[Option]]:
+        made: dict[object, list[Option]] = {}
+        options = []
+        for layer, graph in enumerate(self.simulator.layers):
+            key = (id(graph), self.simulator.leaving(layer))
+            if key not in made:
+                maker = OptionMaker(self.simulator, layer, tiers=self._tiers, min_swap_bytes=self._min_swap_bytes)
+                made[key] = maker.options()
+            options.append(made[key])
+        return options
+
+    def _planned(self, choice: Choice, budget_bytes: int, name: str) -> Planned:
+        layers = tuple(option.plan for option in choice.options)
+        rules = rules_of_options(choice.options, self.simulator.layers)
+        plan = Plan(name, rules, self._fingerprint, prefetch=self.simulator.conditions.prefetch)
+        simulation = self.simulator.run(layers)
+        bound = self.unplanned.seconds + choice.bound_seconds
+        return Planned(plan, budget_bytes, simulation, self.unplanned, bound, choice.is_optimal, layers)
+
+    def _unplanned(self, budget_bytes: int, name: str) -> Planned:
+        plan = Plan(name, (), self._fingerprint)
+        layers = tuple(self.layer_plans("none"))
+        seconds = self.unplanned.seconds
+        return Planned(plan, budget_bytes, self.unplanned, self.unplanned, seconds, True, layers)
+
+    def _better_policy(self, best: Planned | None, budget_bytes: int, name: str) -> Planned | None:
+        """The best of the fixed policies, where it beats what was found."""
+        for policy in POLICIES:
+            if policy in SWAPPING and not self._tiers:
+                continue
+            simulation = self.simulate(policy)
+            fits = simulation.peak_bytes <= budget_bytes
+            if fits and (best is None or simulation.seconds < best.simulation.seconds):
+                bound = simulation.seconds if best is None else best.bound_seconds
+                plan = Plan(name, self._policy_rules(policy), self._fingerprint)
+                layers = tuple(self.layer_plans(policy))
+                best = Planned(plan, budget_bytes, simulation, self.unplanned, bound, False, layers)
+        return best
+
+    def _policy_rules(self, policy: str) -> tuple[Rule, ...]:
+        return rules_of_policy(self.graph, lambda _, region: POLICIES[policy](region))
+
+    def _tier_of(self, rules: RuleSet, path: str) -> Tier:
+        if not self._tiers:
+            raise PlanError(f"{path} is to be swapped, and the hardware profile has no link or disk to swap over")
+        return rules.tier_of(path) or self._tiers[0]
+
+    def _refuse(self, budget_bytes: int) -> NoReturn:
+        least = self.least.simulation
+        parts = sorted(least.peak.bytes_by_use.items(), key=lambda part: -part[1])
+        made_up = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        ways = ["a smaller train.micro_batch_size", "a shorter data.sequence_length"]
+        if least.peak.where.startswith("behind the layers"):
+            ways.insert(0, "model.loss: chunked, which never holds all logits")
+        if not self._tiers:
+            ways.insert(0, "swapping (hardware with a link, or memory.tier: disk)")
+        raise PlanError(
+            f"a budget of {format_bytes(budget_bytes)} cannot be met: the least possible is "
+            f"{format_bytes(least.peak_bytes)}, reached at {least.peak.where} with {made_up}; what would lower it: "
+            f"{'; '.join(ways)}"
+        )
