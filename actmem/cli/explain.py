@@ -31,11 +31,10 @@ def explain(
     """
     run = load_config(config, overrides or ())
     refuse_yardsticks(run)
-    from actmem.models.shapes import build_shapes
     from actmem.reporting.explanation import explain_layers
-    from actmem.training.traced import trace_run
+    from actmem.training.traced import shapes_of, trace_run
 
-    model = build_shapes(run.model)
+    model = shapes_of(run)
     source = rules_of(run, model)
     graph, _ = trace_run(run, model)
     explanations = explain_layers(
