@@ -67,13 +67,14 @@ def _measure(run: RunConfig | None) -> Hardware:
     from actmem.training.device import choose_device
 
     device = choose_device("auto" if run is None else run.train.device)
-    step = None if run is None else _training_step(run)
+    step = None if run is None else training_step(run)
     directory = disk_directory(MemoryConfig() if run is None else run.memory)
     with bench_progress(len(STAGES), "calibrate") as on_stage:
         return calibrate(device, directory, step, on_stage)
 
 
-def _training_step(run: RunConfig) -> TrainingStep:
+def training_step(run: RunConfig) -> TrainingStep:
+    """One forward and backward pass of the run's model on random tokens, to be timed."""
     import torch
 
     from actmem.measuring.calibration import TrainingStep
