@@ -69,6 +69,11 @@ class Applied:
         return self._engine is not None and self._engine.swapper is not None
 
     @property
+    def regions(self) -> tuple[str, ...]:
+        """Names of the modules whose calls run under the plan, in order."""
+        return tuple(self._runners)
+
+    @property
     def graphs(self) -> dict[str, RegionGraph]:
         """What each region does, by the region's name; regions that have not been called yet are left out."""
         planned = {name: runner for name, runner in self._runners.items() if isinstance(runner, PlannedRegion)}

@@ -109,6 +109,10 @@ class StepRecorder(DispatchMode):
             if parameter.grad is not None and (number := self._number_of(parameter.grad)) != OWNED:
                 self.memories[number].is_gradient = True
 
+    def ops_of(self, layer: int) -> list[Seen]:
+        """What a layer ran in its forward pass."""
+        return self._place(layer, in_layer=True, backward=False).ops
+
     @contextmanager
     def in_layer(self, layer: int) -> Iterator[None]:
         """A layer's forward runs inside."""
