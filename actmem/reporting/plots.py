@@ -7,21 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from actmem.measuring.result import BASELINE, BenchResult, PolicyResult
 from actmem.reporting.labels import Label, Point, place_labels
+from actmem.reporting.style import FAINT, INK, OURS, SERIES, TEXT, TICKS, TITLE, TORCH, new_figure, save
 from actmem.runtime.yardsticks import YARDSTICKS
 
-_SIZE_INCHES = (8.0, 4.8)
-_DPI = 200
-_INK, _MUTED, _FAINT = "#222222", "#6b7280", "#d1d5db"
-_OURS, _TORCH = "#0b62a4", "#c2570c"
-_SERIES = ("#0b62a4", "#c2570c", "#2f7d4f", "#7b4fa3")
-_TITLE, _TEXT, _TICKS = 14, 12, 10.5
-_MARKERS = (("o", _OURS), ("s", _TORCH))
+_MARKERS = (("o", OURS), ("s", TORCH))
 _MIB = 2**20
 
 
@@ -31,36 +24,36 @@ def plot_bench(result: BenchResult, *paths: str | Path) -> None:
     Our policies are dots, torch's own ways squares, the unplanned model is a ring. A line joins the policies that no
     other beats in both; bars show the quartiles of the step time.
     """
-    figure, axes = _new_figure()
-    axes.set_title(result.setting, loc="left", fontsize=_TITLE, color=_INK, pad=14)
-    axes.set_xlabel("step time (ms)", fontsize=_TEXT, color=_INK)
-    axes.set_ylabel("peak memory of a step (MiB)", fontsize=_TEXT, color=_INK)
+    figure, axes = new_figure()
+    axes.set_title(result.setting, loc="left", fontsize=TITLE, color=INK, pad=14)
+    axes.set_xlabel("step time (ms)", fontsize=TEXT, color=INK)
+    axes.set_ylabel("peak memory of a step (MiB)", fontsize=TEXT, color=INK)
     best = [_point(each) for each in pareto(result.policies)]
-    axes.plot(*zip(*best, strict=True), color=_FAINT, linewidth=2, zorder=1)
+    axes.plot(*zip(*best, strict=True), color=FAINT, linewidth=2, zorder=1)
     for each in result.policies:
         _draw(axes, each)
     axes.margins(y=0.12)
     axes.set_ylim(bottom=0)
     axes.set_xlim(*_span([_point(each)[0] for each in result.policies]))
     labels = [Label(each.policy, _point(each), _color(each)) for each in result.policies]
-    place_labels(axes, labels, [*pairwise(best), *map(_quartile_bar, result.policies)], size=_TEXT)
+    place_labels(axes, labels, [*pairwise(best), *map(_quartile_bar, result.policies)], size=TEXT)
     _explain_markers(axes)
-    _save(figure, paths)
+    save(figure, paths)
 
 
 def plot_losses(losses: Mapping[str, Sequence[float]], *paths: str | Path) -> None:
     """Training loss over steps, a line a run, each named at its end; written to each of `paths`."""
-    figure, axes = _new_figure()
-    axes.set_xlabel("step", fontsize=_TEXT, color=_INK)
-    axes.set_ylabel("training loss (nats a token)", fontsize=_TEXT, color=_INK)
-    colors = [_SERIES[index % len(_SERIES)] for index in range(len(losses))]
+    figure, axes = new_figure()
+    axes.set_xlabel("step", fontsize=TEXT, color=INK)
+    axes.set_ylabel("training loss (nats a token)", fontsize=TEXT, color=INK)
+    colors = [SERIES[index % len(SERIES)] for index in range(len(losses))]
     for series, color in zip(losses.values(), colors, strict=True):
         axes.plot(range(1, len(series) + 1), series, color=color, linewidth=2)
     axes.set_xlim(0, 1.35 * max(map(len, losses.values())))  # the names stand to the right of the lines
     points = [[(float(step), loss) for step, loss in enumerate(series, 1)] for series in losses.values()]
     labels = [Label(name, each[-1], color) for name, each, color in zip(losses, points, colors, strict=True)]
-    place_labels(axes, labels, [line for each in points for line in pairwise(each)], size=_TEXT)
-    _save(figure, paths)
+    place_labels(axes, labels, [line for each in points for line in pairwise(each)], size=TEXT)
+    save(figure, paths)
 
 
 def pareto(policies: Sequence[PolicyResult]) -> list[PolicyResult]:
@@ -70,18 +63,6 @@ def pareto(policies: Sequence[PolicyResult]) -> list[PolicyResult]:
         if not best or each.peak_bytes < best[-1].peak_bytes:
             best.append(each)
     return best
-
-
-def _new_figure() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_MUTED)
-    axes.tick_params(labelsize=_TICKS, color=_MUTED, labelcolor=_INK)
-    axes.grid(axis="y", color=_FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    return figure, axes
 
 
 def _draw(axes: Axes, each: PolicyResult) -> None:
@@ -105,8 +86,8 @@ def _explain_markers(axes: Axes) -> None:
         ["actmem", "torch"],
         loc="lower left",
         frameon=False,
-        fontsize=_TICKS,
-        labelcolor=_INK,
+        fontsize=TICKS,
+        labelcolor=INK,
         handletextpad=0.2,
     )
 
@@ -128,9 +109,4 @@ def _quartile_bar(each: PolicyResult) -> tuple[Point, Point]:
 
 
 def _color(each: PolicyResult) -> str:
-    return _TORCH if each.policy in YARDSTICKS else _INK if each.policy == BASELINE else _OURS
-
-
-def _save(figure: Figure, paths: Sequence[str | Path]) -> None:
-    for path in map(Path, paths):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return TORCH if each.policy in YARDSTICKS else INK if each.policy == BASELINE else OURS

@@ -1,0 +1,94 @@
+"""`actmem pareto`: what memory costs in time, from the least possible peak to that of no plan at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from actmem.cli.bench import bench_progress
+from actmem.cli.planner import planner_on, step_setting
+from actmem.cli.screen import Screen, print_json
+from actmem.config.loading import load_config
+from actmem.config.schema import RunConfig
+from actmem.errors import PlanError
+from actmem.hardware import Hardware, load_hardware
+
+if TYPE_CHECKING:
+    from actmem.planning.frontier import Frontier
+
+_FILES = ("frontier.csv", "frontier.json", "frontier.svg", "frontier.png", "frontier.html")
+
+
+def pareto(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
+    hardware: Annotated[
+        str, typer.Option("--hardware", metavar="NAME|FILE", help="A device, or a file that calibrate wrote.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Where the files go.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings in place of the file's.")
+    ] = None,
+    points: Annotated[int, typer.Option("--points", min=2, help="Budgets, evenly spaced.")] = 20,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Of search for each budget, about.")] = 2.0,
+    swap: Annotated[bool, typer.Option("--swap/--no-swap", help="Whether plans may swap.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the frontier as JSON.")] = False,
+) -> None:
+    """Find the fastest plan for each of several budgets, and show them beside the fixed policies and torch's own ways.
+
+    Nothing is trained and no weight is made or read. What CONFIG says of a plan does not count. Writes frontier.csv,
+    frontier.json, frontier.svg, frontier.png and frontier.html.
+    """
+    run = load_config(config, overrides or ())
+    device = load_hardware(hardware)
+    _make_directory(out)
+    found = _solve(run, device, points, seconds, swap)
+    _write(found, run, device, out)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _show(found, out)
+
+
+def _make_directory(out: Path) -> None:
+    """Before a minute of search, not after."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"cannot write to {out}: {error.strerror}; name a folder that is, or can be, made") from error
+
+
+def _solve(run: RunConfig, hardware: Hardware, num_points: int, seconds: float, swaps: bool) -> Frontier:
+    from actmem.planning.frontier import frontier
+    from actmem.training.traced import trace_step
+
+    with bench_progress(num_points + 2, "pareto") as on_step:
+        on_step("trace")
+        graph, made_for = trace_step(run)
+        planner = planner_on(run, graph, hardware, made_for, swaps=swaps)
+        setting = step_setting(run)
+        return frontier(planner, hardware, setting=setting, num_points=num_points, seconds=seconds, on_point=on_step)
+
+
+def _write(frontier: Frontier, run: RunConfig, hardware: Hardware, out: Path) -> None:
+    from actmem.reporting.frontier_page import write_page
+    from actmem.reporting.frontier_plots import plot_frontier
+    from actmem.reporting.refused import refused_figures
+
+    frontier.save(out / "frontier.json")
+    frontier.save_csv(out / "frontier.csv")
+    plot_frontier(frontier, out / "frontier.svg", out / "frontier.png")
+    write_page(frontier, hardware, refused_figures(run, hardware), out / "frontier.html")
+
+
+def _show(frontier: Frontier, out: Path) -> None:
+    from actmem.reporting.frontier_plots import unit_of
+    from actmem.reporting.frontier_tables import frontier_notes, frontier_table
+
+    screen = Screen()
+    screen.line(f"{frontier.setting} on {frontier.hardware}, {frontier.times_in_words}", style="bold")
+    screen.table(frontier_table(frontier, unit_of(frontier)))
+    for note in frontier_notes(frontier):
+        screen.line(note)
+    screen.line(f"Written: {out}/{', '.join(_FILES)}", style="dim")
