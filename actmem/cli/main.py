@@ -16,6 +16,7 @@ from actmem.cli.bench import bench
 from actmem.cli.calibrate import calibrate
 from actmem.cli.check import check
 from actmem.cli.explain import explain
+from actmem.cli.fit import fit
 from actmem.cli.pareto import pareto
 from actmem.cli.plan import plan
 from actmem.cli.screen import Screen
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(check)
 app.command()(plan)
 app.command()(pareto)
+app.command()(fit)
 app.command()(explain)
 app.command()(bench)
 app.command()(calibrate)
