@@ -36,7 +36,7 @@ def calibrate(
     """
     run = None if config is None else load_config(config, overrides or ())
     _refuse_unwritable(out)
-    hardware = _measure(run)
+    hardware = calibrated(run)
     from actmem.hardware import save_hardware
 
     save_hardware(hardware, out)
@@ -61,7 +61,8 @@ def _refuse_unwritable(out: Path) -> None:
         raise HardwareError([write_fault(out, reason)], str(out))
 
 
-def _measure(run: RunConfig | None) -> Hardware:
+def calibrated(run: RunConfig | None) -> Hardware:
+    """The profile of the device of `run`, with the ops of its model, or of the device at hand."""
     from actmem.measuring.calibration import STAGES, calibrate
     from actmem.runtime.swap.building import disk_directory
     from actmem.training.device import choose_device

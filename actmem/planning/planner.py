@@ -114,6 +114,12 @@ class Planner:
         """What all layers hold between their passes, without a plan."""
         return self.unplanned.held_bytes
 
+    @property
+    def standing_bytes(self) -> int:
+        """Parameters, buffers, gradients and optimizer state: what a peak has that no activation takes."""
+        assert self.graph.step is not None
+        return self.graph.step.standing.total
+
     def simulate(self, policy: str | Plan) -> Simulation:
         """The step under a fixed policy or a plan."""
         return self.simulator.run(self.layer_plans(policy))
