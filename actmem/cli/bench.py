@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from actmem.cli.check import summary
+from actmem.cli.check import step_setting
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -121,9 +121,7 @@ def model_and_batch(run: RunConfig) -> tuple[PreTrainedModel, Batch]:
 
 def setting_of(run: RunConfig, device: torch.device) -> str:
     """A run's model and batch, and where they are, in words."""
-    casting = ", autocast bfloat16" if run.train.autocast is not None else ""
-    batch = f"{run.train.micro_batch_size} x {run.data.sequence_length} tokens"
-    return f"{summary(run)['model']}{casting}, {batch}, {device.type}"
+    return f"{step_setting(run)}, {device.type}"
 
 
 @contextmanager

@@ -205,6 +205,12 @@ def summary(run: RunConfig) -> dict[str, str]:
     }
 
 
+def step_setting(run: RunConfig) -> str:
+    """A run's model and batch in words."""
+    casting = ", autocast bfloat16" if run.train.autocast is not None else ""
+    return f"{summary(run)['model']}{casting}, {run.train.micro_batch_size} x {run.data.sequence_length} tokens"
+
+
 def _plan_name(run: RunConfig) -> str:
     if run.memory_budget is not None:
         return f"the best for memory_budget: {run.memory_budget}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmem.cli.bench import bench_progress
-from actmem.cli.planner import planner_on, step_setting
+from actmem.cli.check import step_setting
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -63,12 +63,13 @@ def _make_directory(out: Path) -> None:
 
 def _solve(run: RunConfig, hardware: Hardware, num_points: int, seconds: float, swaps: bool) -> Frontier:
     from actmem.planning.frontier import frontier
+    from actmem.training.budget import planner_of
     from actmem.training.traced import trace_step
 
     with bench_progress(num_points + 2, "pareto") as on_step:
         on_step("trace")
         graph, made_for = trace_step(run)
-        planner = planner_on(run, graph, hardware, made_for, swaps=swaps)
+        planner = planner_of(run, graph, made_for, hardware=hardware, swaps=swaps)
         setting = step_setting(run)
         return frontier(planner, hardware, setting=setting, num_points=num_points, seconds=seconds, on_point=on_step)
 

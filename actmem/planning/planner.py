@@ -6,7 +6,7 @@ believed, the program gets less to spend, until what is simulated fits; and more
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from actmem.config.schema import read_budget
 from actmem.errors import ConfigError, Fault, PlanError
-from actmem.graph import Graph
+from actmem.graph import Graph, RegionGraph
 from actmem.hardware import Hardware, Level, load_hardware
 from actmem.planning.chosen_rules import rules_of_options, rules_of_policy
 from actmem.planning.conditions import conditions_on
@@ -126,9 +126,15 @@ class Planner:
 
     def layer_plans(self, policy: str | Plan) -> list[LayerPlan]:
         """What a fixed policy or a plan does with each layer."""
+        return self.layer_plans_under(
+            lambda layer, graph: policy.rules_for(layer) if isinstance(policy, Plan) else POLICIES[policy](graph)
+        )
+
+    def layer_plans_under(self, rules_of: Callable[[int, RegionGraph], tuple[Rule, ...]]) -> list[LayerPlan]:
+        """What the rules that `rules_of` gives for a layer and its graph do with each layer."""
         plans = []
         for layer, graph in enumerate(self.simulator.layers):
-            rules = RuleSet(policy.rules_for(layer) if isinstance(policy, Plan) else POLICIES[policy](graph))
+            rules = RuleSet(rules_of(layer, graph))
             fates = fates_under(graph, rules, min_swap_bytes=self._min_swap_bytes)
             plans.append(
                 LayerPlan(fates, {each: self._tier_of(rules, path_of_storage(graph, each)) for each in fates.swapped})

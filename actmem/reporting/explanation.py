@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from actmem.graph import Graph, Op, RegionGraph, Value
 from actmem.planning import Fates
 from actmem.planning.fates import SAVED, SMALL, fates_under
 from actmem.planning.plan import INPUT_PATH, RuleSet
+from actmem.planning.prices import Price, Pricer
 from actmem.runtime.engine import RuleSource
+from actmem.units import format_bytes
 
 _SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_NOTICED_SECONDS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class OpRow:
 
     `output` is shape and dtype of its (first) output. `held_bytes` stay until the backward pass, `dropped_bytes` would
     without the plan, and `swapped_bytes` wait elsewhere. `action` is ``save``, ``recompute``, ``swap`` or empty for an
-    op that the backward pass never asks for.
+    op that the backward pass never asks for. `price` is there where a device is named.
     """
 
     path: str
@@ -33,6 +36,7 @@ class OpRow:
     moved_bytes: int
     action: str
     reason: str
+    price: Price | None = None
 
     @property
     def intensity(self) -> float | None:
@@ -68,39 +72,91 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        rows = [asdict(row) | {"intensity": row.intensity} for row in self.rows]
+        rows = [asdict(row) | {"intensity": row.intensity} | _rates(row.price) for row in self.rows]
         head = {"kind": self.kind, "layers": self.layers, "plan": self.plan}
         return head | {"rows": rows, "total": asdict(self.total), "idle": self.idle}
 
 
 def explain_layers(
-    graph: Graph, source: RuleSource, layers: Iterable[int], *, min_swap_bytes: int = 0
+    graph: Graph,
+    source: RuleSource,
+    layers: Iterable[int],
+    *,
+    min_swap_bytes: int = 0,
+    pricer: Pricer | None = None,
 ) -> list[Explanation]:
-    """One explanation for all of these `layers` (indices from 0) that run the same ops under the same rules."""
+    """One explanation for all of these `layers` (indices from 0) that run the same ops under the same rules. With a
+    `pricer` for the same rules each op has its price, and the reasons are figures."""
     kinds = list(graph.layers.values())
     groups: dict[tuple[str, Hashable], list[int]] = {}
     for layer in layers:
         groups.setdefault((kinds[layer], source.group(layer)), []).append(layer)
     return [
-        _explain_group(graph.kinds[kind], kind, tuple(group), source, min_swap_bytes)
+        _explain_group(graph.kinds[kind], kind, tuple(group), source, min_swap_bytes, pricer)
         for (kind, _), group in groups.items()
     ]
 
 
 def _explain_group(
-    graph: RegionGraph, kind: str, layers: tuple[int, ...], source: RuleSource, min_swap_bytes: int
+    graph: RegionGraph,
+    kind: str,
+    layers: tuple[int, ...],
+    source: RuleSource,
+    min_swap_bytes: int,
+    pricer: Pricer | None,
 ) -> Explanation:
     rules = RuleSet(source.rules(layers[0], graph))
     rules.meet([INPUT_PATH, *(op.path for op in graph.ops)])
     idle = tuple(rule.pattern for rule in rules.rules if rule not in rules.matched)
     fates = fates_under(graph, rules, min_swap_bytes=min_swap_bytes)
-    return Explanation(kind, layers, source.name, explain(fates), idle)
+    rows = explain(fates)
+    if pricer is not None:
+        inputs = len(rows) - len(graph.ops)
+        prices = [pricer.price(layers[0], op) for op in range(len(graph.ops))]
+        rows = (*rows[:inputs], *with_prices(rows[inputs:], prices))
+    return Explanation(kind, layers, source.name, rows, idle)
 
 
 def explain(fates: Fates) -> tuple[OpRow, ...]:
     """A row for each input that is held, then for each op, in order. A storage counts at the op that created it, so
     that the bytes add up."""
     return (*_input_rows(fates), *(_op_row(fates, index) for index in range(len(fates.graph.ops))))
+
+
+def with_prices(rows: Sequence[OpRow], prices: Sequence[Price]) -> list[OpRow]:
+    """Rows of ops with their prices, and reasons that quote them. What the plan pays for memory is what it drops in
+    the layer by the seconds that it runs again."""
+    seconds = sum(price.seconds for row, price in zip(rows, prices, strict=True) if row.action == "recompute")
+    paid = sum(row.dropped_bytes for row in rows) / seconds if seconds else None
+    return [
+        replace(row, price=price, reason=_priced_reason(row, price, paid))
+        for row, price in zip(rows, prices, strict=True)
+    ]
+
+
+def _priced_reason(row: OpRow, price: Price, paid: float | None) -> str:
+    if price.copy_bytes_per_second is not None:
+        way = row.swapped_bytes / price.copy_bytes_per_second
+        return f"swapped: {_ms(way)} each way"
+    if price.rate is None or not (row.dropped_bytes or row.held_bytes):
+        return row.reason
+    cost = f"{price.num_again} {'op' if price.num_again == 1 else 'ops'}, {_ms(price.again_seconds)}"
+    if row.action == "recompute":
+        return f"frees {format_bytes(price.freed_bytes)}: {cost}"
+    told = f"saved: making it again takes {cost} for {format_bytes(price.freed_bytes)}"
+    if paid is not None and price.rate < paid:
+        told += f", worse than what the plan pays ({_ms(price.freed_bytes / paid)})"
+    if price.swap_adds_seconds is not None and price.swap_adds_seconds >= _NOTICED_SECONDS:
+        told += f"; link busy: a swap would be exposed {_ms(price.swap_adds_seconds)}"
+    return told
+
+
+def _rates(price: Price | None) -> dict[str, float | None]:
+    return {} if price is None else {"rate": price.rate, "peak_rate": price.peak_rate}
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2g} ms"
 
 
 def _input_rows(fates: Fates) -> Iterator[OpRow]:

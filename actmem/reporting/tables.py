@@ -8,6 +8,7 @@ from rich.text import Text
 
 from actmem.config.layers import to_ranges
 from actmem.measuring.result import BenchResult, PolicyResult
+from actmem.planning.prices import Price
 from actmem.reporting.explanation import Explanation, OpRow
 from actmem.units import format_bytes
 
@@ -27,6 +28,7 @@ _BENCH_HEADS = (
 )
 
 
+_PRICE_HEADS = ("time\nus", "frees\nGB/s", "at peaks\nGB/s")
 _SWAP_HEADS = (
     "resident\nMiB",
     "to swap\nMiB",
@@ -84,11 +86,13 @@ def bench_notes(result: BenchResult) -> list[str]:
 def explain_table(explanation: Explanation) -> Table:
     """One line an op, in order, and the totals below. Bytes are exact, so that they add up as they stand."""
     scale, unit = _flop_scale(max((row.flops for row in explanation.rows), default=0))
-    heads = ("held\nbytes", "recomputed\nbytes", "swapped\nbytes", unit, "FLOP\nper byte")
+    heads: tuple[str, ...] = ("held\nbytes", "recomputed\nbytes", "swapped\nbytes", unit, "FLOP\nper byte")
+    is_priced = any(row.price for row in explanation.rows)
+    heads = (*heads, *_PRICE_HEADS) if is_priced else heads
     table = plain_table("op", ("output", *heads), ("action", "why"), footer=True)
     for row in explanation.rows:
-        table.add_row(*_explain_cells(row, scale), style="" if row.action else "dim")
-    for column, text in zip(table.columns, _explain_cells(explanation.total, scale), strict=True):
+        table.add_row(*_explain_cells(row, scale, is_priced), style="" if row.action else "dim")
+    for column, text in zip(table.columns, _explain_cells(explanation.total, scale, is_priced), strict=True):
         column.footer = Text(text)
     return table
 
@@ -167,7 +171,7 @@ def _over(result: BenchResult) -> str:
     return "".join(f"; selective peaks at {each.peak_bytes / result.floor_bytes:.2f} of it" for each in found)
 
 
-def _explain_cells(row: OpRow, scale: float) -> list[str]:
+def _explain_cells(row: OpRow, scale: float, is_priced: bool) -> list[str]:
     return [
         row.path,
         row.output,
@@ -176,9 +180,17 @@ def _explain_cells(row: OpRow, scale: float) -> list[str]:
         f"{row.swapped_bytes:,}" if row.swapped_bytes else NOTHING,
         f"{row.flops / scale:.2f}" if row.flops else NOTHING,
         NOTHING if row.intensity is None else f"{row.intensity:,.1f}",
+        *(_price_cells(row.price) if is_priced else ()),
         row.action,
         row.reason,
     ]
+
+
+def _price_cells(price: Price | None) -> list[str]:
+    if price is None:
+        return [NOTHING] * len(_PRICE_HEADS)
+    rates = [NOTHING if rate is None else f"{rate / 1e9:,.1f}" for rate in (price.rate, price.peak_rate)]
+    return [f"{price.seconds * 1e6:,.1f}{'*' if price.is_measured else ''}" if price.seconds else NOTHING, *rates]
 
 
 def _flop_scale(largest: int) -> tuple[float, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from actmem.config.schema import RunConfig
+from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.errors import Fault, HardwareError
 from actmem.graph import Graph
 from actmem.hardware import Hardware, device_names, load_hardware, recognise_device
@@ -50,28 +50,37 @@ def plan_with(planner: Planner, config: RunConfig) -> Planned:
 
 
 def planner_of(
-    config: RunConfig, graph: Graph, made_for: Fingerprint | None = None, *, gradients_stand: bool | None = None
+    config: RunConfig,
+    graph: Graph,
+    made_for: Fingerprint | None = None,
+    *,
+    hardware: Hardware | None = None,
+    swaps: bool = True,
+    gradients_stand: bool | None = None,
 ) -> Planner:
-    """A planner for a traced step under the settings of a configuration.
+    """A planner for a traced step under the settings of a configuration, on `hardware` in place of what it names.
 
-    `gradients_stand`: parameters have gradients when a step begins; by default that is so where the gradients of
-    several micro-batches are added up. Raises `HardwareError` and `ConfigError`.
+    With `swaps`, values may go where ``memory.tier`` says. `gradients_stand`: parameters have gradients when a step
+    begins; by default that is so where the gradients of several micro-batches are added up. Raises `HardwareError` and
+    `ConfigError`.
     """
-    memory, hardware = config.memory, hardware_of(config)
-    tiers = _tiers(config)
+    here = hardware is None and _is_here(config)
+    hardware = hardware or hardware_of(config)
+    tiers = _tiers(config, hardware, here) if swaps else ()
     conditions = conditions_on(
         hardware,
         tiers=tiers,
         prefetch=config.swap.default_prefetch,
-        in_flight_limit=memory.in_flight_limit,
+        in_flight_limit=config.memory.in_flight_limit,
         gradients_stand=config.train.grad_accumulation > 1 if gradients_stand is None else gradients_stand,
     )
-    limits: dict[Tier, int] = {}
-    if "host" in tiers and _is_here(config):
-        limits["host"] = host_limit(memory)
-    if "disk" in tiers and _is_here(config):
-        limits["disk"] = disk_limit(memory)
-    return Planner(graph, conditions, limits=limits, min_swap_bytes=memory.min_swap_bytes, fingerprint=made_for)
+    return Planner(
+        graph,
+        conditions,
+        limits=_limits(config.memory, tiers, here),
+        min_swap_bytes=config.memory.min_swap_bytes,
+        fingerprint=made_for,
+    )
 
 
 def hardware_of(config: RunConfig) -> Hardware:
@@ -93,12 +102,19 @@ def _is_here(config: RunConfig) -> bool:
     return config.hardware == "auto"
 
 
-def _tiers(config: RunConfig) -> tuple[Tier, ...]:
+def _tiers(config: RunConfig, hardware: Hardware, here: bool) -> tuple[Tier, ...]:
     """Where swapped values may go. A profile without a link to the host is that of a CPU, whose tier is the disk."""
-    if _is_here(config):
+    if here:
         return usual_tiers(config.memory, choose_device(config.train.device))
-    has_link = load_hardware(config.hardware).link is not None
-    return usual_tiers(config.memory, torch.device("cuda" if has_link else "cpu"))
+    return usual_tiers(config.memory, torch.device("cpu" if hardware.link is None else "cuda"))
+
+
+def _limits(memory: MemoryConfig, tiers: tuple[Tier, ...], here: bool) -> dict[Tier, int]:
+    """What the tiers may take: of this machine, what it has; of another one, what the settings say."""
+    if here:
+        return {tier: host_limit(memory) if tier == "host" else disk_limit(memory) for tier in tiers}
+    given = {"host": memory.host_limit, "disk": memory.disk_limit}
+    return {tier: limit for tier in tiers if (limit := given[tier]) is not None}
 
 
 def _memory_of(config: RunConfig) -> int:
