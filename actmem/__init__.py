@@ -32,6 +32,7 @@ from actmem.errors import (
 from actmem.planning import Action, Plan, Rule
 
 if TYPE_CHECKING:
+    from actmem.planning.planner import Planned, plan
     from actmem.runtime import (
         Applied,
         NoEffectWarning,
@@ -59,6 +60,7 @@ __all__ = [
     "NonFiniteError",
     "Plan",
     "PlanError",
+    "Planned",
     "PlatformError",
     "ReplayMismatchError",
     "Rule",
@@ -68,22 +70,24 @@ __all__ = [
     "apply",
     "load_config",
     "parse_config",
+    "plan",
     "register_replayable",
     "register_subclass",
     "trace",
 ]
 
-_NEED_TORCH = {"trace": "actmem.tracing"} | dict.fromkeys(
+_IMPORTED_LATE = {"trace": "actmem.tracing", "plan": "actmem.planning.planner", "Planned": "actmem.planning.planner"}
+_IMPORTED_LATE |= dict.fromkeys(
     ("Applied", "NoEffectWarning", "Stats", "SwapWarning", "apply", "register_replayable", "register_subclass"),
     "actmem.runtime",
 )
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for, so that ``actmem --help`` does not wait for it."""
-    if name not in _NEED_TORCH:
+    """Import what needs torch or the solver when it is first asked for, so that ``actmem --help`` does not wait."""
+    if name not in _IMPORTED_LATE:
         raise AttributeError(f"module 'actmem' has no attribute {name!r}")
-    return getattr(import_module(_NEED_TORCH[name]), name)
+    return getattr(import_module(_IMPORTED_LATE[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -34,8 +34,8 @@ from actmem.models.building import build_model
 from actmem.reporting.tables import bench_notes, bench_table, swap_table
 from actmem.runtime import apply
 from actmem.runtime.yardsticks import YARDSTICKS
-from actmem.training.traced import trace_run
 from actmem.training.loss import next_token_loss
+from actmem.training.traced import trace_run
 from benchmarks.machine import Machine
 
 OUT = Path(__file__).parent / "results" / "gpu_acceptance"

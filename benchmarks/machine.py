@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import torch
 import transformers
 
-from actmem.measuring.machine import cpu_name
+from actmem.training.machine import cpu_name
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,19 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from actmem.cli.bench import bench_progress, show_result, write_result
+from actmem.cli.bench import bench_progress, model_and_batch, show_result, write_result
+from actmem.cli.calibrate import calibrated
+from actmem.cli.pareto import show_frontier, write_frontier
 from actmem.cli.screen import Screen
-from actmem.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from actmem.config.schema import DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from actmem.hardware import save_hardware
 from actmem.measuring.bench import num_steps, random_batch, run_bench
 from actmem.models.building import build_model
+from actmem.planning.frontier import along, frontier
 from actmem.reporting.plots import plot_losses
+from actmem.training.budget import planner_of
 from actmem.training.metrics import StepRecord, read_metrics
+from actmem.training.traced import trace_step
 from actmem.training.trainer import train
 
 OUT = Path("runs/demo")
@@ -32,7 +38,9 @@ POLICIES = (
     "torch-sac",
     "torch-full",
 )
+YARDSTICKS = ("full", "selective", "torch-sac", "torch-full")
 ROUNDS = 2
+NUM_BUDGETS = 8
 SEQUENCE_LENGTH = 512
 # Large enough that activations outweigh all else, small enough for a laptop.
 SHAPE = {
@@ -66,12 +74,16 @@ def main() -> None:
     for name, fields in MEASURED.items():
         measure(screen, name, fields)
 
+    screen.line("3. A budget in, a plan out: the frontier of the dense model, predicted and measured", style="bold")
+    measure_frontier(screen)
+
     screen.line(f"Results are in {OUT}:", style="bold")
     screen.facts(
         {
             "losses.png": "training loss",
             "dense/bench.png": "peak memory and step time, dense model",
             "moe/bench.png": "the same, mixture of experts",
+            "frontier.html": "what memory costs in time: the planner's frontier, predicted and measured",
             "*.svg, *.json": "the same plots to edit, the numbers behind them",
             "*/model": "the trained models, to load with Hugging Face",
         }
@@ -108,6 +120,30 @@ def measure(screen: Screen, name: str, fields: dict[str, object]) -> None:
         )
     write_result(result, OUT / name)
     show_result(screen, result)
+    screen.line("")
+
+
+def measure_frontier(screen: Screen) -> None:
+    """Time the ops of the dense model, find plans for budgets from the least to that of no plan, and measure them."""
+    run = RunConfig(
+        model=ModelConfig(config=MEASURED["dense"]),
+        data=DataConfig(path=corpus(), sequence_length=SEQUENCE_LENGTH),
+        train=TrainConfig(micro_batch_size=1, device="cpu"),
+        memory=MemoryConfig(min_swap_bytes=2**18),
+        hardware=str(OUT / "hardware.yaml"),
+    )
+    hardware = calibrated(run)
+    save_hardware(hardware, OUT / "hardware.yaml")
+    planner = planner_of(run, trace_step(run)[0], gradients_stand=True)
+    steps = list(along(planner, NUM_BUDGETS, seconds=2.0))
+    predicted = frontier(planner, hardware, setting=f"Qwen3, {SEQUENCE_LENGTH} tokens", steps=steps)
+    contenders = [*YARDSTICKS, *(step.planned.plan for step in steps)]
+    model, batch = model_and_batch(run)
+    with bench_progress(num_steps(contenders, ROUNDS), "frontier") as on_step:
+        result = run_bench(model, batch, contenders, rounds=ROUNDS, memory=run.memory, on_step=on_step)
+    found = predicted.with_measured(result.totals(planner.standing_bytes))
+    write_frontier(found, run, hardware, OUT)
+    show_frontier(screen, found)
     screen.line("")
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from actmem.cli.check import summary
+from actmem.cli.check import step_setting
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from actmem.measuring import BenchResult
     from actmem.training.packing import Batch
 
+_AUTO = "auto@"
 _POLICIES = "none,selective,mlp,full,torch-sac,torch-full"
 
 
@@ -34,7 +35,7 @@ def bench(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings in place of the file's.")
     ] = None,
     policies: Annotated[
-        str, typer.Option("--policies", metavar="A,B,…", help="Policies or plan files; none is always measured.")
+        str, typer.Option("--policies", metavar="A,B,…", help="Policies, plan files or budgets such as auto@40%.")
     ] = _POLICIES,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed steps of each policy.")] = 5,
     out: Annotated[
@@ -51,7 +52,7 @@ def bench(
     """
     run = load_config(config, overrides or ())
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    result = _measure(run, _with_own_plan(run, names), rounds)
+    result = _measure(run, _with_budgets(run, _with_own_plan(run, names)), rounds)
     directory = out or run.train.output_dir / "bench"
     write_result(result, directory)
     if as_json:
@@ -66,8 +67,23 @@ def bench(
 
 def _with_own_plan(run: RunConfig, names: list[str]) -> list[str | Plan]:
     """The policies that were asked for, and what the configuration itself says if it is something else."""
-    own = plan_of(run)
+    own = f"auto@{run.memory_budget}" if run.memory_budget is not None else plan_of(run)
     return list(dict.fromkeys([*names, str(own) if isinstance(own, Path) else own]))
+
+
+def _with_budgets(run: RunConfig, policies: list[str | Plan]) -> list[str | Plan]:
+    """The policies, with the best plan for a budget in place of each name like ``auto@40%``."""
+    if not any(isinstance(each, str) and each.startswith(_AUTO) for each in policies):
+        return policies
+    from actmem.training.budget import planner_of
+    from actmem.training.traced import trace_step
+
+    graph, _ = trace_step(run)
+    planner = planner_of(run, graph, gradients_stand=True)
+    return [
+        planner.within(each.removeprefix(_AUTO)).plan if isinstance(each, str) and each.startswith(_AUTO) else each
+        for each in policies
+    ]
 
 
 def _measure(run: RunConfig, policies: list[str | Plan], rounds: int) -> BenchResult:
@@ -95,24 +111,17 @@ def model_and_batch(run: RunConfig) -> tuple[PreTrainedModel, Batch]:
     from actmem.measuring.bench import random_batch
     from actmem.models.building import build_model
     from actmem.training.device import choose_device
+    from actmem.training.traced import expected_vocab_size
 
     device = choose_device(run.train.device)
-    model = build_model(run.model, vocab_size=_vocab_size(run), seed=run.train.seed)
+    model = build_model(run.model, vocab_size=expected_vocab_size(run), seed=run.train.seed)
     model.to(device)  # type: ignore[arg-type]  # its annotations are lost in a wrapper
     return model, random_batch(model, run.train.micro_batch_size, run.data.sequence_length, seed=run.train.seed)
 
 
-def _vocab_size(run: RunConfig) -> int | None:
-    """A preset's vocabulary gives way to that of the tokenizer that training would make, as in training."""
-    keeps_own = run.model.name is None or run.data.tokenizer is not None or "vocab_size" in (run.model.config or {})
-    return None if keeps_own else run.data.vocab_size
-
-
 def setting_of(run: RunConfig, device: torch.device) -> str:
     """A run's model and batch, and where they are, in words."""
-    casting = ", autocast bfloat16" if run.train.autocast is not None else ""
-    batch = f"{run.train.micro_batch_size} x {run.data.sequence_length} tokens"
-    return f"{summary(run)['model']}{casting}, {batch}, {device.type}"
+    return f"{step_setting(run)}, {device.type}"
 
 
 @contextmanager

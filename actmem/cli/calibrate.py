@@ -36,7 +36,7 @@ def calibrate(
     """
     run = None if config is None else load_config(config, overrides or ())
     _refuse_unwritable(out)
-    hardware = _measure(run)
+    hardware = calibrated(run)
     from actmem.hardware import save_hardware
 
     save_hardware(hardware, out)
@@ -61,19 +61,21 @@ def _refuse_unwritable(out: Path) -> None:
         raise HardwareError([write_fault(out, reason)], str(out))
 
 
-def _measure(run: RunConfig | None) -> Hardware:
+def calibrated(run: RunConfig | None) -> Hardware:
+    """The profile of the device of `run`, with the ops of its model, or of the device at hand."""
     from actmem.measuring.calibration import STAGES, calibrate
     from actmem.runtime.swap.building import disk_directory
     from actmem.training.device import choose_device
 
     device = choose_device("auto" if run is None else run.train.device)
-    step = None if run is None else _training_step(run)
+    step = None if run is None else training_step(run)
     directory = disk_directory(MemoryConfig() if run is None else run.memory)
     with bench_progress(len(STAGES), "calibrate") as on_stage:
         return calibrate(device, directory, step, on_stage)
 
 
-def _training_step(run: RunConfig) -> TrainingStep:
+def training_step(run: RunConfig) -> TrainingStep:
+    """One forward and backward pass of the run's model on random tokens, to be timed."""
     import torch
 
     from actmem.measuring.calibration import TrainingStep

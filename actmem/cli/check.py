@@ -81,13 +81,12 @@ def _find(config: Path, overrides: Sequence[str]) -> Findings:
 def _look_at_layers(run: RunConfig, found: Findings) -> None:
     """Add what the layers of the model say to a sound configuration."""
     from actmem.cli.planned import rules_of
-    from actmem.models.shapes import build_shapes
     from actmem.planning.matching import match_patterns
     from actmem.reporting.effect import effect_of
-    from actmem.training.traced import trace_run
+    from actmem.training.traced import shapes_of, trace_run
 
     try:
-        model = build_shapes(run.model)
+        model = shapes_of(run)
         if run.policy in YARDSTICKS:
             return
         source = rules_of(run, model)
@@ -98,7 +97,9 @@ def _look_at_layers(run: RunConfig, found: Findings) -> None:
     except ApplyError as error:
         found.warnings.append(Fault("model", f"patterns and bytes cannot be told: {error}"))
     except PlanError as error:
-        found.faults.append(Fault("plan" if run.plan is not None else "layers of the sections", str(error)))
+        found.faults.append(Fault(_planning_setting(run), str(error)))
+    except ConfigError as error:
+        found.faults += error.faults
     except (ModelError, *_FORWARD_ERRORS) as error:
         found.faults.append(Fault("model", str(error)))
     _judge_matches(run, found)
@@ -128,9 +129,17 @@ def _look_at_tiers(run: RunConfig, source: RuleSource, graph: Graph, found: Find
 
 
 def _swapping_setting(run: RunConfig) -> str:
+    if run.memory_budget is not None:
+        return "memory_budget"
     if run.plan is not None or run.policy is not None:
         return "plan" if run.plan is not None else "policy"
     return "swap" if run.swap.enable else "activation_swap"
+
+
+def _planning_setting(run: RunConfig) -> str:
+    if run.memory_budget is not None:
+        return "memory_budget"
+    return "plan" if run.plan is not None else "layers of the sections"
 
 
 def _judge_matches(run: RunConfig, found: Findings) -> None:
@@ -196,7 +205,15 @@ def summary(run: RunConfig) -> dict[str, str]:
     }
 
 
+def step_setting(run: RunConfig) -> str:
+    """A run's model and batch in words."""
+    casting = ", autocast bfloat16" if run.train.autocast is not None else ""
+    return f"{summary(run)['model']}{casting}, {run.train.micro_batch_size} x {run.data.sequence_length} tokens"
+
+
 def _plan_name(run: RunConfig) -> str:
+    if run.memory_budget is not None:
+        return f"the best for memory_budget: {run.memory_budget}"
     plan = plan_of(run)
     return name_of(plan) if isinstance(plan, Plan) else f"from {plan}" if run.plan else f"policy {plan}"
 

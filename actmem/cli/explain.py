@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmem.cli.planned import refuse_yardsticks, rules_of
-from actmem.cli.planner import planner_on
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -45,11 +44,10 @@ def explain(
     """
     run = load_config(config, overrides or ())
     refuse_yardsticks(run)
-    from actmem.models.shapes import build_shapes
     from actmem.reporting.explanation import explain_layers
-    from actmem.training.traced import trace_run, trace_step
+    from actmem.training.traced import shapes_of, trace_run, trace_step
 
-    model = build_shapes(run.model)
+    model = shapes_of(run)
     source = rules_of(run, model)
     device = None if hardware is None else load_hardware(hardware)
     graph, _ = trace_run(run, model) if device is None else trace_step(run, model)
@@ -69,8 +67,9 @@ def explain(
 def _pricer(run: RunConfig, graph: Graph, hardware: Hardware, source: RuleSource) -> Pricer:
     """Prices under the rules of `source`."""
     from actmem.planning.prices import Pricer
+    from actmem.training.budget import planner_of
 
-    planner = planner_on(run, graph, hardware)
+    planner = planner_of(run, graph, hardware=hardware)
     return Pricer(planner, hardware, planner.layer_plans_under(source.rules))
 
 

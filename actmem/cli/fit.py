@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from actmem.cli.planner import planner_on, step_setting
+from actmem.cli.check import step_setting
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -62,13 +62,14 @@ def fit(
 def _search(run: RunConfig, hardware: Hardware, layout: Layout, swaps: bool) -> Fit:
     from actmem.planning.fit import Fit, FitSearch
     from actmem.planning.times import measured_share, times_in_words
+    from actmem.training.budget import planner_of
 
     shape = (run.train.micro_batch_size, run.data.sequence_length)
     step = _SHORT if shape[1] < 4 * _LONG else _LONG
     with _trace_progress() as on_trace:
         search = FitSearch(
             _tracer(run, on_trace),
-            lambda graph: planner_on(run, graph, hardware, swaps=swaps),
+            lambda graph: planner_of(run, graph, hardware=hardware, swaps=swaps),
             layout,
             hardware.memory_bytes,
             sequence_step=step,

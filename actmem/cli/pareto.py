@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmem.cli.bench import bench_progress
-from actmem.cli.planner import planner_on, step_setting
+from actmem.cli.check import step_setting
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -44,11 +44,13 @@ def pareto(
     device = load_hardware(hardware)
     _make_directory(out)
     found = _solve(run, device, points, seconds, swap)
-    _write(found, run, device, out)
+    write_frontier(found, run, device, out)
     if as_json:
         print_json(found.to_dict())
     else:
-        _show(found, out)
+        screen = Screen()
+        show_frontier(screen, found)
+        screen.line(f"Written: {out}/{', '.join(_FILES)}", style="dim")
 
 
 def _make_directory(out: Path) -> None:
@@ -61,17 +63,19 @@ def _make_directory(out: Path) -> None:
 
 def _solve(run: RunConfig, hardware: Hardware, num_points: int, seconds: float, swaps: bool) -> Frontier:
     from actmem.planning.frontier import frontier
+    from actmem.training.budget import planner_of
     from actmem.training.traced import trace_step
 
     with bench_progress(num_points + 2, "pareto") as on_step:
         on_step("trace")
         graph, made_for = trace_step(run)
-        planner = planner_on(run, graph, hardware, made_for, swaps=swaps)
+        planner = planner_of(run, graph, made_for, hardware=hardware, swaps=swaps)
         setting = step_setting(run)
         return frontier(planner, hardware, setting=setting, num_points=num_points, seconds=seconds, on_point=on_step)
 
 
-def _write(frontier: Frontier, run: RunConfig, hardware: Hardware, out: Path) -> None:
+def write_frontier(frontier: Frontier, run: RunConfig, hardware: Hardware, out: Path) -> None:
+    """Write the frontier in all its forms."""
     from actmem.reporting.frontier_page import write_page
     from actmem.reporting.frontier_plots import plot_frontier
     from actmem.reporting.refused import refused_figures
@@ -82,13 +86,12 @@ def _write(frontier: Frontier, run: RunConfig, hardware: Hardware, out: Path) ->
     write_page(frontier, hardware, refused_figures(run, hardware), out / "frontier.html")
 
 
-def _show(frontier: Frontier, out: Path) -> None:
+def show_frontier(screen: Screen, frontier: Frontier) -> None:
+    """The table, and what it cannot say."""
     from actmem.reporting.frontier_plots import unit_of
     from actmem.reporting.frontier_tables import frontier_notes, frontier_table
 
-    screen = Screen()
     screen.line(f"{frontier.setting} on {frontier.hardware}, {frontier.times_in_words}", style="bold")
     screen.table(frontier_table(frontier, unit_of(frontier)))
     for note in frontier_notes(frontier):
         screen.line(note)
-    screen.line(f"Written: {out}/{', '.join(_FILES)}", style="dim")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,14 @@ from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
 from actmem.errors import PlanError
 from actmem.planning import Plan
+from actmem.units import format_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from actmem.graph import Graph
+    from actmem.planning import Fingerprint
+    from actmem.planning.simulator import Simulation
 
 
 def plan(
@@ -32,28 +40,83 @@ def plan(
     refuse_yardsticks(run)
     made = _made(run)
     try:
-        made.save(out)
+        made.plan.save(out)
     except OSError as error:
         raise PlanError(f"cannot write the plan to {out}: {error}; name a file in a folder that exists") from error
     if as_json:
-        print_json({"written": out, "name": made.name, "num_rules": len(made.rules), "prefetch": made.prefetch})
+        print_json({"written": out, **made.to_dict()})
     else:
-        Screen().line(f"Written: {out}, plan {made.name} with {counted(len(made.rules), 'rule')}")
+        screen = Screen()
+        screen.line(f"Written: {out}, plan {made.plan.name} with {counted(len(made.plan.rules), 'rule')}")
+        screen.facts(made.facts())
 
 
-def _made(run: RunConfig) -> Plan:
-    from actmem.models.shapes import build_shapes
+@dataclass(frozen=True)
+class _Made:
+    """A plan, and what a step under it comes to on the hardware that the configuration names."""
+
+    plan: Plan
+    simulation: Simulation
+    unplanned: Simulation
+    hardware: str
+    bound_seconds: float | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for JSON."""
+        return {
+            "name": self.plan.name,
+            "num_rules": len(self.plan.rules),
+            "prefetch": self.plan.prefetch,
+            "hardware": self.hardware,
+            "peak_bytes": self.simulation.peak_bytes,
+            "peak": {"where": self.simulation.peak.where, "bytes_by_use": dict(self.simulation.peak.bytes_by_use)},
+            "step_seconds": self.simulation.seconds,
+            "unplanned_peak_bytes": self.unplanned.peak_bytes,
+            "unplanned_step_seconds": self.unplanned.seconds,
+            "bound_seconds": self.bound_seconds,
+            "swapped_bytes": self.simulation.swapped_bytes,
+        }
+
+    def facts(self) -> dict[str, str]:
+        """The same for a person to read."""
+        peak = self.simulation.peak
+        parts = sorted(peak.bytes_by_use.items(), key=lambda part: -part[1])
+        added = self.simulation.seconds / self.unplanned.seconds - 1
+        step = f"{self.simulation.seconds:.3g} s, {added:+.2%} over the unplanned {self.unplanned.seconds:.3g} s"
+        if self.bound_seconds is not None:
+            step += f"; no plan is below {self.bound_seconds / self.unplanned.seconds - 1:+.2%}"
+        return {
+            "peak": f"{format_bytes(peak.num_bytes)}, {peak.where}",
+            "unplanned": f"{format_bytes(self.unplanned.peak_bytes)}, {self.unplanned.peak.where}",
+            "made of": ", ".join(f"{name} {format_bytes(size)}" for name, size in parts),
+            "swapped": format_bytes(self.simulation.swapped_bytes),
+            "step": step,
+            "on": self.hardware,
+        }
+
+
+def _made(run: RunConfig) -> _Made:
+    from actmem.training.budget import hardware_of, plan_with, planner_of
+    from actmem.training.traced import shapes_of, trace_step
+
+    model = shapes_of(run)
+    graph, made_for = trace_step(run, model)
+    planner, hardware = planner_of(run, graph, made_for), hardware_of(run)
+    named = f"{hardware.name}, {hardware.times} times of ops"
+    if run.memory_budget is not None:
+        found = plan_with(planner, run)
+        return _Made(found.plan, found.simulation, found.unplanned, named, found.bound_seconds)
+    plan = _given(run, model, graph, made_for)
+    return _Made(plan, planner.simulate(plan), planner.unplanned, named)
+
+
+def _given(run: RunConfig, model: PreTrainedModel, graph: Graph, made_for: Fingerprint) -> Plan:
     from actmem.planning.chosen_rules import rules_of_policy
     from actmem.planning.sections import plan_of
-    from actmem.training.traced import trace_run
 
-    model = build_shapes(run.model)
-    source = rules_of(run, model)
-    graph, made_for = trace_run(run, model)
-    given = plan_of(run)
+    source, given = rules_of(run, model), plan_of(run)
     if isinstance(given, Path):
         given = Plan.load(given)
-    return replace(
-        given if isinstance(given, Plan) else Plan(source.name, rules_of_policy(graph, source.rules)),
-        fingerprint=made_for,
-    )
+    if not isinstance(given, Plan):
+        given = Plan(source.name, rules_of_policy(graph, source.rules))
+    return replace(given, fingerprint=made_for)

@@ -24,11 +24,15 @@ def refuse_yardsticks(run: RunConfig) -> None:
 
 
 def rules_of(run: RunConfig, model: PreTrainedModel) -> RuleSource:
-    """The rules that `run` gives the layers of `model`. Raises `PlanError` for a plan that was made for another one."""
+    """The rules that `run` gives the layers of `model`, on the meta device. For a memory budget the planner looks for
+    them. Raises `PlanError` for a plan that was made for another model, and for a budget that cannot be met."""
     from actmem.planning.sections import plan_of
     from actmem.runtime import apply
     from actmem.runtime.apply import rule_source
+    from actmem.training.budget import plan_run
 
+    if run.memory_budget is not None:
+        return rule_source(plan_run(run, model).plan)
     plan = plan_of(run)
     if isinstance(plan, Path):
         apply(model, plan).remove()  # refuses a plan that was made for another model

@@ -11,11 +11,14 @@ from actmem.config.schema import RunConfig
 from actmem.config.section_rules import SECTION_RULES
 from actmem.errors import Fault
 
+_WAYS = ("policy", "plan", "memory_budget")
 
-def _policy_or_plan(config: RunConfig) -> Iterator[Complaint]:
-    if config.policy is not None and config.plan is not None:
-        problem = f"is given beside policy: {config.policy}; both say what to save"
-        yield Complaint("plan", problem, config.plan, "one of policy and plan")
+
+def _one_way(config: RunConfig) -> Iterator[Complaint]:
+    first, *others = [name for name in _WAYS if getattr(config, name) is not None] or [""]
+    for name in others:
+        problem = f"is given beside {first}: {getattr(config, first)}; both say what to save"
+        yield Complaint(name, problem, getattr(config, name), f"one of {', '.join(_WAYS)}")
 
 
 def _some_model(config: RunConfig) -> Iterator[Complaint]:
@@ -80,7 +83,7 @@ def _holds(path: Path, test: Callable[[Path], bool]) -> bool:
 
 
 RULES = (
-    Rule(("policy", "plan"), _policy_or_plan),
+    Rule(_WAYS, _one_way),
     Rule(("model.name", "model.path", "model.config"), _some_model),
     Rule(("model.name", "model.path"), _name_or_path),
     Rule(("model.path", "model.config"), _path_or_config),
@@ -103,6 +106,9 @@ def idle_settings(config: RunConfig) -> tuple[Fault, ...]:
     if train.warmup_steps > train.steps:
         problem = f"the default of {train.warmup_steps} outlasts the {train.steps} steps; lr never reaches train.lr"
         found.append(Fault("train.warmup_steps", problem, train.warmup_steps, f"at most {train.steps}"))
+    if "hardware" in config.model_fields_set and config.memory_budget is None:
+        problem = "has no effect while there is no memory_budget"
+        found.append(Fault("hardware", problem, config.hardware))
     if "vocab_size" in data.model_fields_set and data.tokenizer is not None:
         found.append(Fault("data.vocab_size", "has no effect beside data.tokenizer", data.vocab_size))
     if "eval_batches" in train.model_fields_set and not train.eval_every:

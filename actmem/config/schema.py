@@ -60,6 +60,42 @@ def _read_bytes(value: object) -> object:
 Bytes = Annotated[int, Field(ge=0, json_schema_extra={"format": "bytes"}), BeforeValidator(_read_bytes)]
 """A number of bytes: ``1048576`` or ``"64GiB"``."""
 
+
+def read_budget(value: object) -> int | float | Literal["auto"]:
+    """A budget as a user wrote it: ``"40%"`` and ``0.4`` as a share, text with a unit and whole numbers as bytes."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("is neither a number of bytes nor a share")
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower() == "auto":
+            return "auto"
+        read = float(text[:-1]) / 100 if text.endswith("%") and _is_number(text[:-1]) else parse_bytes(text)
+    else:
+        read = value
+    if isinstance(read, float) and not 0.0 < read <= 1.0:
+        raise ValueError("as a share it must lie above 0 and at most at 1; for bytes write a unit, as in '60GiB'")
+    if read <= 0:
+        raise ValueError("must be above 0")
+    return read
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+Budget = Annotated[
+    int | float | Literal["auto"],
+    PlainValidator(read_budget),
+    PlainSerializer(lambda value: value),
+    WithJsonSchema({"format": "budget"}),
+]
+"""A peak of device memory: whole bytes, the share of the layers' activations that may stay, or ``auto`` for what the
+device has."""
+
 # Strict pydantic takes no text for a path, and YAML has nothing else.
 PathField = Annotated[Path, Field(strict=False), BeforeValidator(_refuse_no_path)]
 
@@ -230,12 +266,16 @@ class SwapConfig(Section):
 
 
 class RunConfig(Section):
-    """One run. What becomes of its activations is said in one of three ways: by a `policy`, by a `plan` file, or by the
-    sections `activation_swap`, `recompute`, `recompute_comm` and `swap`, which combine."""
+    """One run. What becomes of its activations is said in one of four ways: by a `memory_budget`, for which the planner
+    finds the best plan on `hardware`, by a `policy`, by a `plan` file, or by the sections `activation_swap`,
+    `recompute`, `recompute_comm` and `swap`, which combine. `hardware` names a device or a file that `actmem calibrate`
+    wrote; ``auto`` is the device of this run."""
 
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    memory_budget: Budget | None = None
+    hardware: Text = "auto"
     policy: PolicyName | None = None
     plan: PathField | None = None
     activation_swap: Literal["none", "attention"] = "none"

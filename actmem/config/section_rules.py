@@ -30,11 +30,14 @@ def used_sections(config: RunConfig) -> dict[str, object]:
 
 
 def _one_way(switch: str, config: RunConfig) -> Iterator[Complaint]:
-    ways, used = {"policy": config.policy, "plan": config.plan}, used_sections(config)
+    ways = {"policy": config.policy, "plan": config.plan, "memory_budget": config.memory_budget}
+    used = used_sections(config)
     given = next((f"{name}: {value}" for name, value in ways.items() if value is not None), None)
     if given is not None and switch in used:
         problem = f"is given beside {given}; both say what becomes of activations"
-        allowed = "one of policy, plan, and the sections activation_swap, recompute, recompute_comm and swap"
+        allowed = (
+            "one of memory_budget, policy, plan, and the sections activation_swap, recompute, recompute_comm and swap"
+        )
         yield Complaint(switch, problem, used[switch], allowed)
 
 
@@ -126,7 +129,7 @@ def _one_fate(config: RunConfig) -> Iterator[Complaint]:
 
 
 SECTION_RULES = (
-    *(Rule(("policy", "plan", switch), partial(_one_way, switch)) for switch in _SWITCHES),
+    *(Rule(("policy", "plan", "memory_budget", switch), partial(_one_way, switch)) for switch in _SWITCHES),
     Rule(("recompute.mode", FULL), _full_needs_layers),
     Rule(("recompute.mode", SELECT), _select_needs_modules),
     Rule(("recompute_comm.enable", COMM), _comm_needs_modules),

@@ -108,6 +108,8 @@ def _in_words(schema: dict[str, Any]) -> str:
         return str(schema["const"])
     if schema.get("format") == "bytes":
         return "a number of bytes such as 1048576 or '64GiB'"
+    if schema.get("format") == "budget":
+        return "bytes such as '60GiB', a share of the activations such as 0.4 or '40%', or auto"
     kind = schema.get("type")
     if kind == "array":
         return _list_in_words(schema)

@@ -2,11 +2,12 @@
 
 from actmem.graph.model import Graph
 from actmem.graph.region import COMMUNICATION, Op, RegionGraph, Storage, Value
-from actmem.graph.step import Call, Escape, Gap, Standing, Step, StepOp, signature_of
+from actmem.graph.step import Call, Constant, Escape, Gap, Standing, Step, StepOp, signature_of
 
 __all__ = [
     "COMMUNICATION",
     "Call",
+    "Constant",
     "Escape",
     "Gap",
     "Graph",

@@ -56,6 +56,18 @@ class Escape:
     op: int
 
 
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Memory made outside the layers that is an input to some of them and needs no gradient, such as a mask. It is let
+    go just before op number `op` of the forward (or backward) part of `gap`, unless a layer holds it for longer."""
+
+    number: int
+    num_bytes: int
+    gap: int
+    backward: bool
+    op: int
+
+
 @dataclass(frozen=True)
 class Standing:
     """Bytes that stand through the whole step: parameters, buffers, their gradients once all are made, and what the
@@ -84,10 +96,12 @@ class Gap:
 @dataclass(frozen=True)
 class Call:
     """One layer's call in the step. `shared`: those of its storages that other calls refer to as well, each with a
-    number that all of them have for it; `escapes`: those of its own that outlive it."""
+    number that all of them have for it; `escapes`: those of its own that outlive it; `constants`: numbers of those
+    inputs that are `Constant`."""
 
     shared: tuple[tuple[int, int], ...] = ()
     escapes: tuple[Escape, ...] = ()
+    constants: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,13 +113,18 @@ class Step:
     gaps: tuple[Gap, ...]
     standing: Standing
     num_tokens: int
+    constants: tuple[Constant, ...] = ()
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Step:
         """The step whose `asdict` this is."""
         return cls(
             calls=tuple(
-                Call(tuple((a, b) for a, b in call["shared"]), tuple(Escape(**each) for each in call["escapes"]))
+                Call(
+                    tuple((a, b) for a, b in call["shared"]),
+                    tuple(Escape(**each) for each in call["escapes"]),
+                    tuple((a, b) for a, b in call["constants"]),
+                )
                 for call in data["calls"]
             ),
             gaps=tuple(
@@ -114,4 +133,5 @@ class Step:
             ),
             standing=Standing(**data["standing"]),
             num_tokens=data["num_tokens"],
+            constants=tuple(Constant(**each) for each in data["constants"]),
         )

@@ -19,7 +19,6 @@ import torch
 from actmem.errors import MeasurementError
 from actmem.hardware import Copying, Efficiency, Hardware, Rate, Shares, load_hardware, recognise_device
 from actmem.measuring.engine_time import EngineTime, measure_engine
-from actmem.measuring.machine import device_memory_bytes, device_name
 from actmem.measuring.op_times import OpTimes, measure_op_times
 from actmem.measuring.rates import (
     ACCELERATOR_PRODUCTS,
@@ -34,6 +33,7 @@ from actmem.measuring.rates import (
     smallest_op_seconds,
 )
 from actmem.runtime.swap.streams import StreamEngine
+from actmem.training.machine import device_memory_bytes, device_name
 
 STAGES = ("memory", "products", "attention", "small ops", "link", "disk", "engine", "ops of a step")
 _ALLOCATION_BYTES = 512  # to which torch's caching allocator rounds

@@ -80,6 +80,10 @@ class BenchResult:
         """A policy's step time by that of the unplanned model, round by round, the median of those."""
         return result.timing.ratio_to(self.baseline.timing)
 
+    def totals(self, standing_bytes: int) -> dict[str, tuple[int, float]]:
+        """By policy, the whole peak, with `standing_bytes` that it does not count, and the middle step time."""
+        return {each.policy: (each.peak_bytes + standing_bytes, each.timing.median) for each in self.policies}
+
     def bound_seconds(self, swap: SwapCounters) -> float:
         """A step that computes what the unplanned one does, and copies this, can hardly be shorter: the longest of the
         fastest unplanned step and of the copies in each direction, which may run at the same time."""

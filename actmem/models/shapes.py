@@ -16,12 +16,12 @@ from actmem.models.building import build_model
 _OF_THE_FILE = {"_name_or_path", "architectures", "transformers_version", "dtype", "quantization_config"}
 
 
-def build_shapes(config: ModelConfig) -> PreTrainedModel:
+def build_shapes(config: ModelConfig, *, vocab_size: int | None = None) -> PreTrainedModel:
     """The model that `build_model` would give, on the meta device: no weight is made or read. Raises `ModelError`."""
     if config.path is not None:
         config = config.model_copy(update={"path": None, "config": _fields_in(config.path)})
     with torch.device("meta"):
-        return build_model(config, seed=0)
+        return build_model(config, vocab_size=vocab_size, seed=0)
 
 
 def _fields_in(directory: Path) -> dict[str, object]:

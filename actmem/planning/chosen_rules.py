@@ -35,14 +35,11 @@ def rules_of_policy(graph: Graph, rules_of_layer: Callable[[int, RegionGraph], t
 
 def _rules_of(option: Option, graph: RegionGraph, layers: tuple[int, ...] | None) -> list[Rule]:
     paths = {op.path for op in graph.ops}
-    swapped: dict[Tier, set[str]] = {}
+    named: dict[tuple[Action, Tier | None], set[str]] = {(Action.SAVE, None): set(option.saved)}
     for path, tier in option.swapped:
-        swapped.setdefault(tier, set()).add(path)
-    named: list[tuple[Action, Tier | None, set[str]]] = [(Action.SAVE, None, set(option.saved))]
-    named += [(Action.SWAP, tier, each) for tier, each in swapped.items()]
+        named.setdefault((Action.SWAP, tier), set()).add(path)
     rules = [Rule(".*", Action.RECOMPUTE, layers)] if option.fates.replayed else []
-    for action, tier, chosen in named:
+    for (action, to), chosen in named.items():
         if rules or action is not Action.SAVE:
-            patterns = patterns_of(chosen, paths - chosen)
-            rules += [Rule(pattern, action, layers, tier) for pattern in patterns]
+            rules += [Rule(pattern, action, layers, to) for pattern in patterns_of(chosen, paths - chosen)]
     return rules

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -91,6 +91,25 @@ class Frontier:
     tiers: tuple[str, ...]
     points: tuple[FrontierPoint, ...]
     beside: tuple[FrontierPoint, ...]
+
+    def with_measured(self, measured: Mapping[str, tuple[int, float]]) -> Frontier:
+        """The frontier with peak bytes and step seconds that were measured, by a point's label."""
+
+        def told(point: FrontierPoint) -> FrontierPoint:
+            size, seconds = measured.get(point.label, (None, None))
+            return replace(point, measured_peak_bytes=size, measured_seconds=seconds)
+
+        return replace(self, points=tuple(map(told, self.points)), beside=tuple(map(told, self.beside)))
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether any point was measured."""
+        return any(point.measured_seconds is not None for point in (*self.points, *self.beside))
+
+    def measured_ratio(self, point: FrontierPoint) -> float | None:
+        """A point's measured step time by that of the unplanned step; ``None`` where one of them was not measured."""
+        mine, other = point.measured_seconds, self.unplanned.measured_seconds
+        return None if mine is None or other is None else mine / other
 
     @property
     def times(self) -> Times:
@@ -185,36 +204,54 @@ def frontier(
     setting: str = "",
     num_points: int = 20,
     seconds: float = 5.0,
+    steps: Iterable[Along] | None = None,
     on_point: Callable[[str], None] = lambda label: None,
 ) -> Frontier:
     """The frontier of `planner`, whose conditions are those of `hardware` at its nominal efficiency.
 
-    Each of `num_points` budgets gets about `seconds` of search. `on_point` hears of each point, and of the policies
+    Each of `num_points` budgets gets about `seconds` of search; `steps` are their plans if they were found before, by
+    `along`. `on_point` hears of each point, and of the policies
     together.
     """
     points = _Points(planner, hardware)
-    best = planner.least
     found = []
-    for budget in budgets(planner, num_points):
-        best, bound = _no_slower(planner, budget, best, seconds)
-        found.append(points.of_plan(best, budget, bound))
+    for step in steps or along(planner, num_points, seconds):
+        found.append(points.of_plan(step.planned, step.budget_bytes, step.bound_seconds))
         on_point(found[-1].label)
     beside = tuple(points.beside())
     on_point("policies")
-    step, conditions = planner.graph.step, planner.simulator.conditions
-    assert step is not None
+    traced, conditions = planner.graph.step, planner.simulator.conditions
+    assert traced is not None
     return Frontier(
         setting=setting,
         hardware=hardware.name,
         memory_bytes=hardware.memory_bytes,
         efficiency="nominal",
         measured_share=measured_share(planner.graph, hardware),
-        num_tokens=step.num_tokens,
+        num_tokens=traced.num_tokens,
         gradients_stand=conditions.gradients_stand,
         tiers=tuple(conditions.links),
         points=tuple(found),
         beside=beside,
     )
+
+
+@dataclass(frozen=True)
+class Along:
+    """A budget on the frontier, the plan for it, and what no plan within it undercuts, where that is known."""
+
+    budget_bytes: int
+    planned: Planned
+    bound_seconds: float | None
+
+
+def along(planner: Planner, num_points: int, seconds: float = 5.0) -> Iterator[Along]:
+    """The plans of the frontier, from the least budget on; see `frontier`."""
+    best = planner.least
+    for budget in budgets(planner, num_points):
+        best, bound = _no_slower(planner, budget, best, seconds)
+        name = f"auto@{format_bytes(budget).replace(' ', '')}"
+        yield Along(budget, replace(best, plan=replace(best.plan, name=name)), bound)
 
 
 def budgets(planner: Planner, num_points: int) -> list[int]:
@@ -264,7 +301,7 @@ class _Points:
         }
 
     def of_plan(self, planned: Planned, budget_bytes: int, bound_seconds: float | None) -> FrontierPoint:
-        point = self._point(f"auto@{format_bytes(budget_bytes).replace(' ', '')}", "auto", planned.layers)
+        point = self._point(planned.plan.name, "auto", planned.layers)
         bound = None if bound_seconds is None else min(bound_seconds, point.predicted_seconds)
         return replace(point, budget_bytes=budget_bytes, bound_seconds=bound)
 

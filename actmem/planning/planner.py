@@ -7,13 +7,17 @@ believed, the program gets less to spend, until what is simulated fits; and more
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import NoReturn
 
-from actmem.errors import PlanError
+from actmem.config.schema import read_budget
+from actmem.errors import ConfigError, Fault, PlanError
 from actmem.graph import Graph, RegionGraph
+from actmem.hardware import Hardware, Level, load_hardware
 from actmem.planning.chosen_rules import rules_of_options, rules_of_policy
+from actmem.planning.conditions import conditions_on
 from actmem.planning.fates import fates_under, path_of_storage
 from actmem.planning.options import Option, OptionMaker
 from actmem.planning.plan import Fingerprint, Plan, Rule, RuleSet, Tier
@@ -22,6 +26,7 @@ from actmem.planning.simulator import Conditions, LayerPlan, Simulation, Simulat
 from actmem.planning.solver import Choice, Solver
 from actmem.units import format_bytes
 
+_BUDGETS = "bytes such as '60GiB', a share of the activations such as 0.4 or '40%', or auto"
 _ROUNDS = 5
 _UNUSED = 0.004
 """Share of a budget that is not worth another round."""
@@ -49,6 +54,29 @@ class Planned:
     def bound_share(self) -> float:
         """By which share any plan makes the step longer."""
         return self.bound_seconds / self.unplanned.seconds - 1.0
+
+
+def plan(
+    graph: Graph,
+    memory_budget: str | int | float,
+    hardware: str | Path | Hardware,
+    *,
+    level: Level = "nominal",
+    tiers: tuple[Tier, ...] = ("host",),
+    gradients_stand: bool = False,
+) -> Planned:
+    """The best plan for a traced step within a budget of device memory.
+
+    `memory_budget` is a number of bytes, a text such as ``"60GiB"``, or the share of the layers' activations that may
+    stay (``0.4``, ``"40%"``); it covers parameters, gradients, optimizer state and everything else that stands.
+    `hardware` names a device, or a file that ``actmem calibrate`` wrote; ``auto`` as a budget is all of its memory.
+    `tiers` may take swapped values: ``()`` to recompute only. `gradients_stand`: parameters have gradients when a step
+    begins. `actmem.apply` takes what this returns. Raises `PlanError` for a budget that no plan can meet, `ConfigError`
+    for one that is none, and `HardwareError`.
+    """
+    profile = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    conditions = conditions_on(profile, level=level, tiers=tiers, gradients_stand=gradients_stand)
+    return Planner(graph, conditions).within(memory_budget, memory_bytes=profile.memory_bytes)
 
 
 class Planner:
@@ -86,6 +114,12 @@ class Planner:
         """What all layers hold between their passes, without a plan."""
         return self.unplanned.held_bytes
 
+    @property
+    def standing_bytes(self) -> int:
+        """Parameters, buffers, gradients and optimizer state: what a peak has that no activation takes."""
+        assert self.graph.step is not None
+        return self.graph.step.standing.total
+
     def simulate(self, policy: str | Plan) -> Simulation:
         """The step under a fixed policy or a plan."""
         return self.simulator.run(self.layer_plans(policy))
@@ -117,6 +151,21 @@ class Planner:
         choice = self._solver.least_peak()
         return self._planned(choice, choice.peak_bytes, name="least memory")
 
+    def within(self, budget: str | int | float, *, memory_bytes: int | None = None) -> Planned:
+        """The best plan for a budget as a user writes it: bytes, a share of the activations, or ``auto``, which stands
+        for `memory_bytes`. Raises `ConfigError` and `PlanError`."""
+        try:
+            read = read_budget(budget)
+        except ValueError as error:
+            raise ConfigError([Fault("memory_budget", str(error), budget, _BUDGETS)]) from error
+        if isinstance(read, float):
+            return self.plan(self.budget_of(read), name=f"auto@{_percent(read)}")
+        if read == "auto":
+            if memory_bytes is None:
+                raise ConfigError([Fault("memory_budget", "auto needs a device", budget, _BUDGETS)])
+            read = memory_bytes
+        return self.plan(read)
+
     def plan(self, budget_bytes: int, *, name: str | None = None, seconds: float = 5.0) -> Planned:
         """The fastest plan whose simulated peak is within the budget.
 
@@ -139,7 +188,7 @@ class Planner:
             if excess <= 0 and (-excess < _UNUSED * budget_bytes or best is not found):
                 break
             aim -= excess
-        best = self._better_policy(best, budget_bytes, name)
+        best = self._better_policy(best, budget_bytes, name) or self._least_within(budget_bytes, name)
         if best is None:
             self._refuse(budget_bytes)
         return best
@@ -173,6 +222,11 @@ class Planner:
         layers = tuple(self.layer_plans("none"))
         seconds = self.unplanned.seconds
         return Planned(plan, budget_bytes, self.unplanned, self.unplanned, seconds, True, layers)
+
+    def _least_within(self, budget_bytes: int, name: str) -> Planned | None:
+        if self.least.simulation.peak_bytes > budget_bytes:
+            return None
+        return replace(self.least, plan=replace(self.least.plan, name=name), budget_bytes=budget_bytes)
 
     def _better_policy(self, best: Planned | None, budget_bytes: int, name: str) -> Planned | None:
         """The best of the fixed policies, where it beats what was found."""
@@ -210,3 +264,8 @@ class Planner:
             f"{format_bytes(least.peak_bytes)}, reached at {least.peak.where} with {made_up}; what would lower it: "
             f"{'; '.join(ways)}"
         )
+
+
+def _percent(share: float) -> str:
+    """``40%``, ``12.5%``."""
+    return f"{100 * share:.4g}%"

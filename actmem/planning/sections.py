@@ -17,13 +17,22 @@ from actmem.config.overlaps import ATTENTION_PATTERN
 from actmem.config.schema import RunConfig
 from actmem.config.section_rules import used_sections
 from actmem.config.settings import COMM, EXCLUDE, FULL, LAYER_SWAP, OP_SWAP, SELECT, settings_in_effect
+from actmem.errors import PlanError
 from actmem.planning.plan import Action, Plan, Rule
 
 WHOLE_LAYER = ".*"
 
 
 def plan_of(config: RunConfig) -> str | Path | Plan:
-    """What `actmem.apply` runs a configuration with: its plan file, its policy's name, or the plan of its sections."""
+    """What `actmem.apply` runs a configuration with: its plan file, its policy's name, or the plan of its sections.
+
+    Raises `PlanError` for a memory budget, whose plan only a planner can find.
+    """
+    if config.memory_budget is not None:
+        raise PlanError(
+            f"memory_budget: {config.memory_budget} needs a plan that is made for it first: actmem plan CONFIG writes "
+            "one, and in Python actmem.plan(actmem.trace(model, batch), memory_budget=...) gives one to apply"
+        )
     if config.plan is not None or config.policy is not None:
         return config.plan or config.policy or "none"
     return plan_of_sections(config) if used_sections(config) else "none"

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from actmem.graph import Graph
+from actmem.graph import Constant, Escape, Graph, Step
 from actmem.planning.course import Costs, Course, Swap, follow, own_held
 from actmem.planning.fates import Fates
 from actmem.planning.plan import Tier
-from actmem.planning.surroundings import GapCourse, Surroundings, survey
+from actmem.planning.surroundings import GapCourse, Outlasting, Surroundings, stands_longer, survey
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,17 @@ class Simulator:
         self.graph = graph
         self.conditions = conditions
         self.surroundings: Surroundings = survey(graph, conditions.costs, gradients_stand=conditions.gradients_stand)
+        self._surroundings: dict[Hashable, Surroundings] = {}
         self._calls = graph.step.calls
+        self._outlasting = _outlasting(graph.step)
         self._kinds = list(graph.layers.values())
         self.layers = [graph.kinds[kind] for kind in self._kinds]
         self._courses: dict[object, Course] = {}
 
     def run(self, plans: Sequence[LayerPlan]) -> Simulation:
         """Play one step through."""
-        return _Step(self, self._courses_of(plans), plans).run()
+        holders = self._holders_of(plans)
+        return _Step(self, self._surroundings_with(holders), self._courses_of(plans, holders), plans).run()
 
     def course_of(self, layer: int, fates: Fates, elsewhere: frozenset[int] = frozenset()) -> Course:
         """The course of one layer."""
@@ -133,16 +136,56 @@ class Simulator:
         made = {storage for storage, _ in call.shared if storages[storage].kind == "op"}
         return frozenset(made | {escape.storage for escape in call.escapes})
 
-    def _courses_of(self, plans: Sequence[LayerPlan]) -> list[Course]:
+    def _holders_of(self, plans: Sequence[LayerPlan]) -> dict[Outlasting, int]:
+        """Escapes and constants that layers hold as well, and the first layer that does."""
+        holders: dict[Outlasting, int] = {}
+        for layer, plan in reversed(list(enumerate(plans))):
+            holders.update(
+                (name, layer) for storage, (name, _) in self._outlasting[layer].items() if storage in plan.fates.held
+            )
+        return holders
+
+    def _surroundings_with(self, holders: Mapping[Outlasting, int]) -> Surroundings:
+        key = frozenset(holders.items())
+        if key not in self._surroundings:
+            stand = self.conditions.gradients_stand
+            self._surroundings[key] = survey(self.graph, self.conditions.costs, gradients_stand=stand, holders=holders)
+        return self._surroundings[key]
+
+    def _courses_of(self, plans: Sequence[LayerPlan], holders: Mapping[Outlasting, int]) -> list[Course]:
         held: set[int] = set()
         courses = []
         for layer, plan in enumerate(plans):
             shared = dict(self._calls[layer].shared)
-            kept = {storage for storage in own_held(plan.fates) if storage in shared}
-            elsewhere = frozenset(storage for storage in kept if shared[storage] in held)
+            own = own_held(plan.fates)
+            kept = {storage for storage in own if storage in shared}
+            outside = {
+                storage
+                for storage, (name, outlasting) in self._outlasting[layer].items()
+                if name in holders and stands_longer(outlasting, holders[name])
+            }
+            elsewhere = frozenset((own & outside) | {storage for storage in kept if shared[storage] in held})
             held |= {shared[storage] for storage in kept}
             courses.append(self.course_of(layer, plan.fates, elsewhere))
         return courses
+
+
+def _outlasting(step: Step) -> list[dict[int, tuple[Outlasting, Escape | Constant]]]:
+    """Of each call, the storages that are constants or escapes, its own or another's: their name, and how they end."""
+    constants = {constant.number: constant for constant in step.constants}
+    numbers = [dict(call.shared) for call in step.calls]
+    found: list[dict[int, tuple[Outlasting, Escape | Constant]]] = [{} for _ in step.calls]
+    escaped: dict[int, Escape] = {}
+    for layer, call in enumerate(step.calls):
+        for escape in call.escapes:
+            found[layer][escape.storage] = ((layer, escape.storage), escape)
+            if escape.storage in numbers[layer]:
+                escaped[numbers[layer][escape.storage]] = escape
+    for layer, call in enumerate(step.calls):
+        known: dict[int, Escape | Constant] = {**constants, **escaped}
+        named = (*call.shared, *call.constants)
+        found[layer].update((storage, (number, known[number])) for storage, number in named if number in known)
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -160,10 +203,12 @@ class _Step:
     """One step as it runs. Bytes: `_held` by layers that are not running, `_moving` of swapped storages that are
     here."""
 
-    def __init__(self, simulator: Simulator, courses: Sequence[Course], plans: Sequence[LayerPlan]) -> None:
+    def __init__(
+        self, simulator: Simulator, around: Surroundings, courses: Sequence[Course], plans: Sequence[LayerPlan]
+    ) -> None:
         self._graph = simulator.graph
         self._conditions = simulator.conditions
-        self._around = simulator.surroundings
+        self._around = around
         self._courses = courses
         self._plans = plans
         self._now = self._exposed = 0.0

@@ -4,10 +4,10 @@ plan changes."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from actmem.graph import Graph, RegionGraph, StepOp
+from actmem.graph import Constant, Escape, Graph, RegionGraph, StepOp
 from actmem.planning.course import Costs
 
 
@@ -37,14 +37,29 @@ class Surroundings:
         return sum(gap.seconds for gap in (*self.forward_gaps, *self.backward_gaps))
 
 
-def survey(graph: Graph, costs: Costs, *, gradients_stand: bool) -> Surroundings:
-    """The surroundings of the layers in a traced step. `gradients_stand`: parameters have gradients when it begins."""
+Outlasting = int | tuple[int, int]
+"""What names a storage that outlives its call: the number that all calls have for it, or its call and its own index."""
+
+
+def stands_longer(outlasting: Escape | Constant, holder: int) -> bool:
+    """Whether somebody else still refers to it when the backward pass of `holder`, which holds it as well, begins."""
+    return outlasting.backward and outlasting.gap <= holder
+
+
+def survey(
+    graph: Graph, costs: Costs, *, gradients_stand: bool, holders: Mapping[Outlasting, int] | None = None
+) -> Surroundings:
+    """The surroundings of the layers in a traced step. `gradients_stand`: parameters have gradients when it begins.
+    `holders`: escapes and constants that layers hold as well, with the first layer that does."""
     assert graph.step is not None, "only the layers' forward passes were traced"
-    return _Survey(graph, costs, gradients_stand).run()
+    return _Survey(graph, costs, gradients_stand, holders or {}).run()
+
+
+_LAST = 2**62
 
 
 class _Survey:
-    def __init__(self, graph: Graph, costs: Costs, gradients_stand: bool) -> None:
+    def __init__(self, graph: Graph, costs: Costs, gradients_stand: bool, holders: Mapping[Outlasting, int]) -> None:
         assert graph.step is not None
         self._step = graph.step
         self._layers = [graph.of_layer(name) for name in graph.layers]
@@ -53,7 +68,10 @@ class _Survey:
         standing = graph.step.standing
         self._standing = standing.parameters + standing.buffers + standing.optimizer
         self._standing += standing.gradients if gradients_stand else 0
+        self._holders = holders
         self._ends: dict[tuple[int, bool, int], int] = defaultdict(int)
+        for constant in graph.step.constants:
+            self._ends[self._end_of_constant(constant)] += constant.num_bytes
         self._escaping = [self._note_escapes(layer) for layer in range(len(self._layers))]
 
     def run(self) -> Surroundings:
@@ -77,12 +95,25 @@ class _Survey:
         )
 
     def _note_escapes(self, layer: int) -> int:
-        total = 0
+        total, numbers = 0, dict(self._step.calls[layer].shared)
         for escape in self._step.calls[layer].escapes:
+            holder = self._holders.get(numbers.get(escape.storage, (layer, escape.storage)))
+            end = (escape.gap, escape.backward, escape.op)
+            if holder is not None and not stands_longer(escape, holder):
+                if holder == layer:
+                    continue
+                end = (holder, False, _LAST)  # from there on it counts as that layer's input
             size = self._costs.rounded(self._layers[layer].storages[escape.storage].num_bytes)
-            self._ends[escape.gap, escape.backward, escape.op] += size
+            self._ends[end] += size
             total += size
         return total
+
+    def _end_of_constant(self, constant: Constant) -> tuple[int, bool, int]:
+        """A constant counts outside the layers as long as any of them holds it."""
+        holder = self._holders.get(constant.number)
+        if holder is not None and not stands_longer(constant, holder):
+            return holder, True, 0
+        return constant.gap, constant.backward, constant.op
 
     def _pass_gap(self, gap: int, backward: bool) -> GapCourse:
         ops: Sequence[StepOp] = getattr(self._step.gaps[gap], "backward" if backward else "forward")

@@ -29,6 +29,7 @@ _USE_COLORS = {
     "this layer, or what is computed": "#e0a458",
     "outside the layers": "#6aa583",
 }
+_MEASURED = "#b3421e"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"))
 
 
@@ -52,6 +53,7 @@ def frontier_figure(frontier: Frontier) -> Figure:
     axes.plot(*zip(*line, strict=True), "o-", color=OURS, linewidth=2.2, markersize=4.5, zorder=3)
     for point in frontier.beside:
         _draw_point(axes, _place(frontier, point, unit), point)
+    _draw_measured(axes, frontier, unit)
     _draw_knee(axes, frontier, unit)
     _set_limits(axes, frontier, unit)
     _draw_seconds(axes, frontier)
@@ -154,6 +156,20 @@ def _draw_point(axes: Axes, place: Point, point: FrontierPoint) -> None:
     )
 
 
+def _draw_measured(axes: Axes, frontier: Frontier, unit: int) -> None:
+    """A cross where a point was measured, tied to where it was predicted."""
+    for point in (*frontier.points, *frontier.beside):
+        place = _measured_place(frontier, point, unit)
+        if place is not None:
+            axes.plot(*zip(_place(frontier, point, unit), place, strict=True), color=_MEASURED, linewidth=0.9, zorder=2)
+            axes.plot(*place, "x", color=_MEASURED, markersize=7, markeredgewidth=1.8, zorder=4)
+
+
+def _measured_place(frontier: Frontier, point: FrontierPoint, unit: int) -> Point | None:
+    ratio = frontier.measured_ratio(point)
+    return None if ratio is None or point.measured_peak_bytes is None else (point.measured_peak_bytes / unit, ratio)
+
+
 def _draw_knee(axes: Axes, frontier: Frontier, unit: int) -> None:
     if frontier.knee is not None:
         place = _place(frontier, frontier.knee, unit)
@@ -163,7 +179,9 @@ def _draw_knee(axes: Axes, frontier: Frontier, unit: int) -> None:
 
 
 def _set_limits(axes: Axes, frontier: Frontier, unit: int) -> None:
-    places = [_place(frontier, point, unit) for point in (*frontier.points, *frontier.beside)]
+    points = (*frontier.points, *frontier.beside)
+    places = [_place(frontier, point, unit) for point in points]
+    places += [place for point in points if (place := _measured_place(frontier, point, unit)) is not None]
     peaks, ratios = [each for each, _ in places], [each for _, each in places]
     width, height = max(peaks) - min(peaks) or 1.0, max(ratios) - min(ratios) or 0.05
     axes.set_xlim(min(peaks) - 0.07 * width, max(peaks) + 0.09 * width)
@@ -224,6 +242,9 @@ def _explain(axes: Axes, frontier: Frontier) -> None:
         (_dot("o", INK), "fixed policies"),
         (_dot("s", TORCH), "torch's own ways, modelled"),
     ]
+    if frontier.has_measured:
+        cross = Line2D([], [], linestyle="", marker="x", color=_MEASURED, markersize=7, markeredgewidth=1.8)
+        marks.append((cross, "measured here"))
     axes.legend(
         *zip(*marks, strict=True), loc="upper right", fontsize=9.5, labelcolor=INK, framealpha=0.9, edgecolor="white"
     )

@@ -21,12 +21,14 @@ _HEADS = (
 )
 
 
+_MEASURED_HEADS = ("measured\npeak\n{unit}", "measured\nstep\nms", "measured\nadded\n%")
 KNEE = "<- knee"
 
 
 def frontier_table(frontier: Frontier, unit: tuple[int, str]) -> Table:
     """One line a point, the frontier first, the knee marked."""
-    table = plain_table("plan", tuple(head.format(unit=unit[1]) for head in _HEADS), ("what",))
+    heads = (*_HEADS, *_MEASURED_HEADS) if frontier.has_measured else _HEADS
+    table = plain_table("plan", tuple(head.format(unit=unit[1]) for head in heads), ("what",))
     for number, point in enumerate((*frontier.points, *frontier.beside)):
         if number == len(frontier.points):
             table.add_section()
@@ -58,6 +60,15 @@ def _cells(frontier: Frontier, point: FrontierPoint, unit: int) -> Iterator[str]
     yield NOTHING if point.bound_seconds is None else _added(frontier.bound_ratio(point))
     yield f"{point.swapped_bytes / unit:,.1f}" if point.swapped_bytes else NOTHING
     yield f"{point.exposed_seconds * 1e3:,.1f}" if point.swapped_bytes else NOTHING
+    if frontier.has_measured:
+        yield from _measured_cells(frontier, point, unit)
+
+
+def _measured_cells(frontier: Frontier, point: FrontierPoint, unit: int) -> Iterator[str]:
+    size, seconds, ratio = point.measured_peak_bytes, point.measured_seconds, frontier.measured_ratio(point)
+    yield NOTHING if size is None else f"{size / unit:,.1f}"
+    yield NOTHING if seconds is None else f"{seconds * 1e3:,.1f}"
+    yield NOTHING if ratio is None else _added(ratio)
 
 
 def _added(ratio: float) -> str:

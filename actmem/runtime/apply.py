@@ -19,6 +19,7 @@ from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.errors import ApplyError, PlanError, PlatformError
 from actmem.graph import RegionGraph
 from actmem.planning import POLICIES, Fingerprint, Plan
+from actmem.planning.planner import Planned
 from actmem.planning.sections import plan_of
 from actmem.runtime.attention_swap import check_attention_swap
 from actmem.runtime.engine import Engine, PlanRules, PolicyRules, RuleSource, active_tape
@@ -68,6 +69,11 @@ class Applied:
         return self._engine is not None and self._engine.swapper is not None
 
     @property
+    def regions(self) -> tuple[str, ...]:
+        """Names of the modules whose calls run under the plan, in order."""
+        return tuple(self._runners)
+
+    @property
     def graphs(self) -> dict[str, RegionGraph]:
         """What each region does, by the region's name; regions that have not been called yet are left out."""
         planned = {name: runner for name, runner in self._runners.items() if isinstance(runner, PlannedRegion)}
@@ -107,7 +113,7 @@ def _take_off(interception: Interception) -> None:
 
 def apply(
     model: nn.Module,
-    plan: str | Path | Plan | Mapping[str, object] | RunConfig,
+    plan: str | Path | Plan | Planned | Mapping[str, object] | RunConfig,
     *,
     regions: Sequence[nn.Module | str] | None = None,
     memory: MemoryConfig | Mapping[str, object] | None = None,
@@ -115,10 +121,11 @@ def apply(
     """Run the layers of `model` under a plan from now on.
 
     `plan` is the name of a policy (``none``, ``full``, ``mlp``, ``selective``, ``attention-swap``, ``layer-swap``;
-    ``torch-full`` and ``torch-sac`` are torch's own ways, for comparison), a `Plan`, the path of a plan file, a mapping
-    with the sections ``activation_swap``, ``recompute``, ``recompute_comm`` and ``swap``, or a whole configuration.
-    `regions` are the modules, or their names, whose calls get a tape each; by default the decoder layers of a Hugging
-    Face model. `memory` are the settings of the `memory` section: where swapped values go, and how the plan is guarded.
+    ``torch-full`` and ``torch-sac`` are torch's own ways, for comparison), a `Plan`, what `actmem.plan` found, the path
+    of a plan file, a mapping with the sections ``activation_swap``, ``recompute``, ``recompute_comm`` and ``swap``, or
+    a whole configuration. `regions` are the modules, or their names, whose calls get a tape each; by default the
+    decoder layers of a Hugging Face model. `memory` are the settings of the `memory` section: where swapped values go,
+    and how the plan is guarded.
 
     Asked for ``activation_swap: attention`` again, with the same settings, it changes nothing and returns what it
     returned the first time. Raises `ApplyError` for a model that cannot be planned or a tier that cannot be had,
@@ -127,6 +134,8 @@ def apply(
     nothing are told by a `NoEffectWarning`, and what should be swapped and stays by a `SwapWarning`; a swapped value
     that cannot be had back is a `SwapError`.
     """
+    if isinstance(plan, Planned):
+        plan = plan.plan
     if isinstance(plan, RunConfig) and memory is None:
         memory = plan.memory
     settings = memory if isinstance(memory, MemoryConfig) else parse_memory(memory or {})

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from actmem.graph import Call, Escape, Gap, Graph, RegionGraph, Standing, Step, StepOp
+from actmem.graph import Call, Constant, Escape, Gap, Graph, RegionGraph, Standing, Step, StepOp
 from actmem.tracing.recorder import OWNED, Place, Seen, StepRecorder
 
 _Moment = tuple[Place, int]
@@ -24,25 +24,32 @@ class _Assembly:
         self._layers = layers
         self._recorder = recorder
         self._numbers = [dict(_numbers(layer, self._ops(index, True, False))) for index, layer in enumerate(layers)]
+        self._constants = [dict(self._find_constants(index)) for index in range(len(layers))]
         self._takers = self._find_takers()
         self._savers = self._find_savers()
         self._allocated: Counter[tuple[object, int]] = Counter()
         self._gradients: Counter[tuple[object, int]] = Counter()
         self._freed: Counter[tuple[object, int]] = Counter()
         self._escapes: dict[int, list[Escape]] = defaultdict(list)
+        self._outside: list[Constant] = []
         self._follow_memories()
 
     def graph(self, standing: Standing, num_tokens: int) -> Graph:
+        kinds = self._kinds_with_backward()
         step = Step(
-            calls=tuple(Call(self._shared(layer), tuple(self._escapes[layer])) for layer in range(len(self._layers))),
+            calls=tuple(
+                Call(self._shared(layer), tuple(self._escapes[layer]), tuple(sorted(self._constants[layer].items())))
+                for layer in range(len(self._layers))
+            ),
             gaps=tuple(
-                Gap(self._step_ops(layer, False, False), self._step_ops(layer, False, True))
+                Gap(self._step_ops(layer, False, False), self._backward_gap(layer, kinds))
                 for layer in range(len(self._layers) + 1)
             ),
             standing=standing,
             num_tokens=num_tokens,
+            constants=tuple(self._outside),
         )
-        return replace(self._graph, kinds=self._kinds_with_backward(), step=step)
+        return replace(self._graph, kinds=kinds, step=step)
 
     def _kinds_with_backward(self) -> dict[str, RegionGraph]:
         """The backward pass of most layers of a kind. The first or last may differ in what the gap beside it hands
@@ -54,6 +61,16 @@ class _Assembly:
         return {
             kind: replace(graph, backward=found[kind].most_common(1)[0][0]) for kind, graph in self._graph.kinds.items()
         }
+
+    def _backward_gap(self, layer: int, kinds: dict[str, RegionGraph]) -> tuple[StepOp, ...]:
+        """What runs after a layer's backward pass; its first moment takes up in what the pass differed from its kind's,
+        such as a gradient that later layers only add to."""
+        first, *others = self._step_ops(layer, False, True)
+        if layer < len(self._layers):
+            kind = list(self._graph.layers.values())[layer]
+            more = _left_by(self._step_ops(layer, True, True)) - _left_by(kinds[kind].backward)
+            first = replace(first, allocated_bytes=max(more, 0), freed_bytes=first.freed_bytes + max(-more, 0))
+        return first, *others
 
     def _ops(self, layer: int, in_layer: bool, backward: bool) -> list[Seen]:
         place = self._recorder.places.get((layer, in_layer, backward))
@@ -81,6 +98,11 @@ class _Assembly:
                 )
             )
         return tuple(op for op in ops if not in_layer or _does_something(op))
+
+    def _find_constants(self, layer: int) -> Iterator[tuple[int, int]]:
+        for storage, number in self._numbers[layer].items():
+            if self._layers[layer].storages[storage].constant:
+                yield storage, number
 
     def _find_takers(self) -> dict[int, int]:
         """The last layer to which each memory is an input that may be moved away."""
@@ -112,19 +134,22 @@ class _Assembly:
         )
 
     def _follow_memories(self) -> None:
+        constants = {number for numbers in self._constants for number in numbers.values()}
         added_in_place = dict(self._sums_of_gradients())
         for number, memory in enumerate(self._recorder.memories):
             place, index = memory.made
             if not memory.num_bytes:
                 continue
             if place.in_layer and not place.backward:
-                self._follow_own(number)
+                self._follow_own(number, number in constants)
                 continue
             if memory.is_gradient:
                 self._gradients[place.key, index] += memory.num_bytes
             if number not in added_in_place:
                 self._allocated[place.key, index] += memory.num_bytes
-            if memory.gone is not None and number not in added_in_place.values():
+            if number in constants and not place.backward:
+                self._outside.append(Constant(number, memory.num_bytes, *self._end_of_constant(number)))
+            elif memory.gone is not None and number not in added_in_place.values():
                 self._freed[self._end_outside(number)] += memory.num_bytes
 
     def _sums_of_gradients(self) -> Iterator[tuple[int, int]]:
@@ -141,7 +166,7 @@ class _Assembly:
                     yield number, operand
                     break
 
-    def _end_outside(self, number: int) -> tuple[object, int]:
+    def _end_outside(self, number: int) -> tuple[tuple[int, bool, bool], int]:
         """After which op what a layer's forward did not make is to be counted as gone. An input that a layer saves is
         that layer's; what a layer's saved tensors held on to goes with the gap that follows its backward pass."""
         memory = self._recorder.memories[number]
@@ -152,19 +177,30 @@ class _Assembly:
             return gone.key, index - 1
         return (gone.layer if gone.backward else gone.layer + 1, False, gone.backward), -1
 
+    def _end_of_constant(self, number: int) -> tuple[int, bool, int]:
+        """The gap, the direction and the `StepOp` before which it goes; the first of those is a moment of its own."""
+        if self._recorder.memories[number].gone is None:
+            return 0, True, self._last(0) + 1
+        (gap, _, backward), index = self._end_outside(number)
+        return gap, backward, index + 2
+
     def _is_handed_over(self, number: int, gap: int, backward: bool, op: int) -> bool:
         """Whether memory is gone as soon as the last layer that takes it is."""
         return not backward and number in self._takers and (gap, op) <= (self._takers[number] + 1, 0)
 
-    def _follow_own(self, number: int) -> None:
-        """Note how a memory that a layer made outlives the layer's call, if it does for reasons of its own."""
+    def _follow_own(self, number: int, is_constant: bool) -> None:
+        """Note how a memory that a layer made outlives the layer's call, if it does for reasons of its own. A constant
+        of another layer does even where that layer's autograd alone holds it: it counts outside the layers."""
         memory = self._recorder.memories[number]
         made = memory.made[0]
         end = (0, True, self._last(0)) if memory.gone is None else _gap_of(memory.gone)
         gap, backward, op = end
         soon = not backward and (gap, op) <= (made.layer + 1, 0)
         held = memory.gone is not None and memory.gone[0].in_layer and backward  # by what autograd saved in a layer
-        if soon or held or self._is_handed_over(number, *end):
+        if held and memory.let_go is not None and memory.let_go[0].backward:
+            end, held = _gap_of(memory.let_go), False
+            gap, backward, op = end
+        if soon or (held and not is_constant) or self._is_handed_over(number, *end):
             return
         storages = [storage for storage, other in self._numbers[made.layer].items() if other == number]
         if storages:
@@ -172,6 +208,10 @@ class _Assembly:
 
     def _last(self, gap: int) -> int:
         return len(self._ops(gap, False, True))
+
+
+def _left_by(ops: Sequence[StepOp]) -> int:
+    return sum(op.allocated_bytes - op.freed_bytes for op in ops)
 
 
 def _does_something(op: StepOp) -> bool:

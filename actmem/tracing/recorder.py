@@ -60,11 +60,13 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """A storage: its size, the op that made it, and the op before which it was found to be gone."""
+    """A storage: its size, the op that made it, and the op before which it was found to be gone. `let_go`: that before
+    which the last op outside the layers whose autograd saved it let it go."""
 
     num_bytes: int
     made: tuple[Place, int]
     gone: tuple[Place, int] | None = None
+    let_go: tuple[Place, int] | None = None
     is_gradient: bool = False
 
 
@@ -106,6 +108,10 @@ class StepRecorder(DispatchMode):
         for parameter in parameters:
             if parameter.grad is not None and (number := self._number_of(parameter.grad)) != OWNED:
                 self.memories[number].is_gradient = True
+
+    def ops_of(self, layer: int) -> list[Seen]:
+        """What a layer ran in its forward pass."""
+        return self._place(layer, in_layer=True, backward=False).ops
 
     @contextmanager
     def in_layer(self, layer: int) -> Iterator[None]:
@@ -178,7 +184,7 @@ class StepRecorder(DispatchMode):
     def _pack(self, tensor: Tensor) -> _Saved:
         place = self._here
         if not place.in_layer:
-            return _Saved(self, place, None, tensor)
+            return _Saved(self, place, None, tensor, number=self._number_of(tensor))
         position = self.num_packed[place.layer]
         self.num_packed[place.layer] += 1
         return _Saved(self, place, position, tensor if self._must_hold(tensor, place) else None, tensor)
@@ -213,9 +219,14 @@ class StepRecorder(DispatchMode):
         self._follow(made, OWNED)
         return made
 
-    def release(self, place: Place, position: int | None) -> None:
-        """Autograd has let a saved tensor go."""
-        if not self._is_watching or position is None:
+    def release_outside(self, number: int) -> None:
+        """Autograd has let a tensor go that it saved outside the layers."""
+        if self._is_watching and number != OWNED:
+            self.memories[number].let_go = (self._here, len(self._here.ops))
+
+    def release(self, place: Place, position: int) -> None:
+        """Autograd has let a tensor go that it saved in a layer."""
+        if not self._is_watching:
             return
         ops = self._place(place.layer, in_layer=True, backward=True).ops
         if not ops:
@@ -226,7 +237,7 @@ class StepRecorder(DispatchMode):
 class _Saved:
     """What autograd holds in place of a tensor: the tensor, or what one like it looks like."""
 
-    __slots__ = ("_recorder", "device", "dtype", "place", "position", "shape", "stride", "tensor")
+    __slots__ = ("_recorder", "device", "dtype", "number", "place", "position", "shape", "stride", "tensor")
 
     def __init__(
         self,
@@ -235,7 +246,9 @@ class _Saved:
         position: int | None,
         tensor: Tensor | None,
         like: Tensor | None = None,
+        number: int = OWNED,
     ) -> None:
+        self.number = number
         self._recorder = recorder
         self.place = place
         self.position = position
@@ -244,7 +257,10 @@ class _Saved:
             self.shape, self.stride, self.dtype, self.device = like.shape, like.stride(), like.dtype, like.device
 
     def __del__(self) -> None:
-        self._recorder.release(self.place, self.position)
+        if self.position is None:
+            self._recorder.release_outside(self.number)
+        else:
+            self._recorder.release(self.place, self.position)
 
 
 class _Runner:

@@ -8,7 +8,7 @@ is also the way for one whose ops depend on its data, such as experts run one by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -23,53 +23,78 @@ from actmem.runtime import apply
 from actmem.runtime.kinds import num_bytes
 from actmem.tracing.assembly import assemble
 from actmem.tracing.recorder import StepRecorder
+from actmem.tracing.structure import first_of_each, until_all_ran
 
 Loss = Callable[[nn.Module, Mapping[str, object]], Tensor]
 """How a training step gets its loss from a model and a batch."""
 
 
-def trace(model: nn.Module, batch: Mapping[str, object], *, loss: Loss | None = None) -> Graph:
+def trace(
+    model: nn.Module,
+    batch: Mapping[str, object],
+    *,
+    loss: Loss | None = None,
+    regions: Sequence[nn.Module | str] | None = None,
+) -> Graph:
     """The graph of a training step of `model` on the keyword arguments `batch`.
 
     `loss` runs the model forward and returns a scalar; by default that is the ``loss`` of the model's output, as
     Hugging Face models give it for a batch with labels, and the sum of its first output where there is none. For a
     model on the meta device the tensors in `batch` give shapes and dtypes alone, and each row is taken for one
-    sequence. The model's gradients stay as they are. Autocast is that of the caller.
+    sequence. `regions` are the layers, as `apply` takes them. Autocast is that of the caller, in the forward pass
+    alone. The model's gradients and the random state stay as they are.
     Raises `ApplyError` for a model that cannot be planned, and what the model itself raises.
     """
-    return trace_for_plan(model, batch, loss=loss)[0]
+    return trace_for_plan(model, batch, loss=loss, regions=regions)[0]
 
 
 def trace_for_plan(
-    model: nn.Module, batch: Mapping[str, object], *, loss: Loss | None = None
+    model: nn.Module,
+    batch: Mapping[str, object],
+    *,
+    loss: Loss | None = None,
+    regions: Sequence[nn.Module | str] | None = None,
 ) -> tuple[Graph, Fingerprint]:
     """What `trace` gives, and what a plan that fits this model and batch alone is made for."""
-    graph, made_for = trace_layers(model, batch, loss=loss)
+    graph, made_for = trace_layers(model, batch, loss=loss, regions=regions)
     names = list(graph.layers)
-    with torch.enable_grad(), _at_hand(model, batch) as (run, leaves, buffers, arguments):
+    device = _device_of(model)
+    with torch.enable_grad(), _random_state_kept(device), _at_hand(model, batch) as (run, leaves, buffers, arguments):
         layers = [model.get_submodule(name) for name in names]
         given = [each for each in arguments.values() if isinstance(each, Tensor)]
         recorder = StepRecorder(layers, (*leaves, *buffers, *given), holds=not _is_without_numbers(model))
         with recorder.recording():
             lost = run(loss or default_loss, arguments)
             recorder.begin_backward()
-            lost.backward()
+            with _out_of_autocast(device):
+                lost.backward()
             recorder.mark_gradients(leaves)
         del lost
     _refuse_uneven(names, graph, recorder)
+    if _is_without_numbers(model):
+        _refuse_unlike(graph, recorder)
     tokens = next((each.numel() for each in batch.values() if isinstance(each, Tensor)), 0)
     return assemble(graph, recorder, _standing(model), tokens), made_for
 
 
 def trace_layers(
-    model: nn.Module, batch: Mapping[str, object], *, loss: Loss | None = None
+    model: nn.Module,
+    batch: Mapping[str, object],
+    *,
+    loss: Loss | None = None,
+    regions: Sequence[nn.Module | str] | None = None,
 ) -> tuple[Graph, Fingerprint]:
     """The graph of the layers' forward passes alone, without the `step` around them, and what a plan for this model and
-    batch alone is made for. Takes a third of the time."""
-    with torch.enable_grad(), apply(model, "none", memory={"verify": "off"}) as applied:
-        with _at_hand(model, batch) as (run, _, _, arguments):
-            run(loss or default_loss, arguments)
-        graphs = applied.graphs
+    batch alone is made for. Of layers that are built alike, the first one runs for all."""
+    device = _device_of(model)
+    with torch.enable_grad(), apply(model, "none", regions=regions, memory={"verify": "off"}) as applied:
+        layers = {name: model.get_submodule(name) for name in applied.regions}
+        firsts = first_of_each(layers) if _is_without_numbers(model) else {name: name for name in layers}
+        with _random_state_kept(device), _at_hand(model, batch) as (run, _, _, arguments):
+            with until_all_ran([layers[name] for name in dict.fromkeys(firsts.values())]):
+                run(loss or default_loss, arguments)
+            torch.clear_autocast_cache()
+        graphs = {name: applied.graphs[first] for name, first in firsts.items() if first in applied.graphs}
         if _is_without_numbers(model):
             graphs = {name: _without_questions(graph) for name, graph in graphs.items()}
         made_for = applied.plan.fingerprint
@@ -86,6 +111,27 @@ def default_loss(model: nn.Module, batch: Mapping[str, object]) -> Tensor:
     first = output if isinstance(output, Tensor) else output[0]
     assert isinstance(first, Tensor)
     return first.sum()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the pass runs; fake tensors pretend to be on the CPU."""
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+
+
+def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Leave random numbers drawn inside to be drawn again."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+@contextmanager
+def _out_of_autocast(device: torch.device) -> Iterator[None]:
+    """What a backward pass runs in: autocast, and the weights that it has cast, end with the forward pass."""
+    torch.clear_autocast_cache()
+    with torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _is_without_numbers(model: nn.Module) -> bool:
@@ -111,7 +157,8 @@ def _at_hand(
     model: nn.Module, batch: Mapping[str, object]
 ) -> Iterator[tuple[_Run, list[Tensor], list[Tensor], dict[str, object]]]:
     """A way to run losses of `model` with parameters of their own, those parameters, the buffers, and the batch: fake
-    ones for a model without numbers, and else the model's numbers, whose gradients stay out of the model."""
+    ones for a model without numbers, and else the model's own numbers. Gradients and edits of buffers stay out of the
+    model."""
     wrapped = _LossOf(model)
     if _is_without_numbers(model):
         products = FakeGroupedProducts()  # type: ignore[no-untyped-call]
@@ -124,7 +171,7 @@ def _at_hand(
         parameters = {
             name: each.detach().requires_grad_(each.requires_grad) for name, each in wrapped.named_parameters()
         }
-        buffers = dict(wrapped.named_buffers())
+        buffers = {name: each.clone() for name, each in wrapped.named_buffers()}
         yield _runner(wrapped, parameters, buffers), list(parameters.values()), list(buffers.values()), dict(batch)
 
 
@@ -144,6 +191,19 @@ def _refuse_uneven(names: Sequence[str], graph: Graph, recorder: StepRecorder) -
             raise ApplyError(
                 f"{name} saved {len(graph.of_layer(name).packed)} tensors in one pass and {count} in the next; a step "
                 "is planned for layers that do the same each time"
+            )
+
+
+def _refuse_unlike(graph: Graph, recorder: StepRecorder) -> None:
+    """Layers that are built alike were traced once; they must have run the same ops."""
+    run_by_kind: dict[str, tuple[str, list[str]]] = {}
+    for layer, (name, kind) in enumerate(graph.layers.items()):
+        ops = [op.signature for op in recorder.ops_of(layer)]
+        first, expected = run_by_kind.setdefault(kind, (name, ops))
+        if ops != expected:
+            raise ApplyError(
+                f"{name} is built like {first} but runs other ops; a step is planned for layers that do what their "
+                "modules tell: choose a policy by name"
             )
 
 

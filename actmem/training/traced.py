@@ -26,13 +26,26 @@ def trace_run(config: RunConfig, model: PreTrainedModel | None = None) -> tuple[
     one. Raises `ModelError` and `ApplyError`.
     """
     with _casting(config):
-        return trace_layers(model or build_shapes(config.model), _batch(config), loss=loss_of(config.model.loss))
+        return trace_layers(model or shapes_of(config), _batch(config), loss=loss_of(config.model.loss))
 
 
 def trace_step(config: RunConfig, model: PreTrainedModel | None = None) -> tuple[Graph, Fingerprint]:
     """As `trace_run`, with the backward passes and everything outside the layers."""
     with _casting(config):
-        return trace_for_plan(model or build_shapes(config.model), _batch(config), loss=loss_of(config.model.loss))
+        return trace_for_plan(model or shapes_of(config), _batch(config), loss=loss_of(config.model.loss))
+
+
+def shapes_of(config: RunConfig) -> PreTrainedModel:
+    """The model of a run, with the vocabulary it will have, on the meta device. Raises `ModelError`."""
+    return build_shapes(config.model, vocab_size=expected_vocab_size(config))
+
+
+def expected_vocab_size(config: RunConfig) -> int | None:
+    """The vocabulary that takes the place of the model's own: a preset's gives way to that of the tokenizer that
+    training makes. ``None`` where the model keeps its own."""
+    model, data = config.model, config.data
+    keeps_own = model.name is None or data.tokenizer is not None or "vocab_size" in (model.config or {})
+    return None if keeps_own else data.vocab_size
 
 
 def loss_of(kind: Literal["standard", "chunked"]) -> Loss:

@@ -19,10 +19,13 @@ from transformers import PreTrainedModel
 from actmem.config.schema import DataConfig, RunConfig
 from actmem.errors import CheckpointError, DataError, NonFiniteError
 from actmem.models.building import build_model, model_fields
+from actmem.models.shapes import build_shapes
+from actmem.planning import Plan
 from actmem.planning.sections import name_of, plan_of
 from actmem.runtime import Applied, apply
 from actmem.runtime.apply import rule_source
 from actmem.runtime.yardsticks import YARDSTICKS
+from actmem.training.budget import describe, plan_run
 from actmem.training.capacity import refuse_too_small_tiers
 from actmem.training.checkpoint import Checkpoints
 from actmem.training.corpus import open_corpus
@@ -76,7 +79,8 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
         trainer = _Trainer(config, directory, shown)
         trainer.resume()
         stop = stack.enter_context(StopRequest())
-        with apply(trainer.model, config) as applied:
+        plan = trainer.find_plan()
+        with apply(trainer.model, config if plan is None else plan, memory=config.memory) as applied:
             trainer.refuse_too_small_tiers()
             trainer.run(stop, applied)
         return trainer.finish(stop)
@@ -87,6 +91,7 @@ class _Trainer:
 
     def __init__(self, config: RunConfig, directory: RunDirectory, progress: TrainingProgress) -> None:
         self.config = config
+        self.plan: str | Path | Plan = "none" if config.memory_budget is not None else plan_of(config)
         self.directory = directory
         self.progress = progress
         self.device = choose_device(config.train.device)
@@ -113,10 +118,20 @@ class _Trainer:
             self.step = self.resumed_from = resumed.step
             self.progress.say(f"resumed after step {self.step} from {resumed.path}")
 
+    def find_plan(self) -> Plan | None:
+        """The plan for the memory budget, where there is one."""
+        if self.config.memory_budget is None:
+            return None
+        self.progress.say(f"looking for the best plan within memory_budget: {self.config.memory_budget}")
+        planned = plan_run(self.config, build_shapes(self.config.model, vocab_size=self.model.config.vocab_size))
+        self.plan = planned.plan
+        self.progress.say(describe(planned))
+        return planned.plan
+
     def refuse_too_small_tiers(self) -> None:
         """Say before the first step where swapped values would not fit."""
-        if (plan := plan_of(self.config)) not in YARDSTICKS:
-            refuse_too_small_tiers(self.config, rule_source(plan), self.device)
+        if self.plan not in YARDSTICKS:
+            refuse_too_small_tiers(self.config, rule_source(self.plan), self.device)
 
     def run(self, stop: StopRequest, applied: Applied) -> None:
         """Steps, with evaluations and checkpoints between them, until all are done or `stop` is wanted."""
@@ -238,7 +253,7 @@ class _Trainer:
     def _start_record(self) -> StartRecord:
         return StartRecord(
             step=self.step,
-            plan=name_of(plan_of(self.config)),
+            plan=name_of(self.plan),
             device=str(self.device),
             num_parameters=self.model.num_parameters(),
             num_sequences=self.sequences.num_sequences,

@@ -15,6 +15,7 @@ from actmem import measuring
 from actmem.cli import bench, main
 from actmem.measuring import BenchResult
 from actmem.measuring.agreement import Agreement
+from actmem.training.traced import expected_vocab_size
 
 CONFIG = """
 model:
@@ -103,4 +104,4 @@ def test_wrong_numbers_exit_with_1(config: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_the_vocabulary_is_that_of_training(fields: dict[str, object], expected: int | None) -> None:
     settings = bench.RunConfig(model=fields, data={"path": ["a"], "vocab_size": 300})
-    assert bench._vocab_size(settings) == expected
+    assert expected_vocab_size(settings) == expected

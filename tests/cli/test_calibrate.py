@@ -52,7 +52,7 @@ def run(*arguments: object) -> tuple[int, str]:
 
 def test_a_profile_that_knows_every_op_of_the_model(config: Path) -> None:
     from actmem.config.loading import load_config
-    from actmem.tracing import trace_run
+    from actmem.training.traced import trace_run
 
     code, output = run(config, "-o", "mine.yaml")
     assert code == 0

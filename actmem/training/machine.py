@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 _CPU_INFO = Path("/proc/cpuinfo")
+_MEMORY_INFO = Path("/proc/meminfo")
 
 
 def device_name(device: torch.device) -> str:
@@ -33,3 +34,14 @@ def device_memory_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.accelerator.get_memory_info(device)[1])
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """What a run that begins now can have: what is free and what torch has cached; on the CPU what the kernel deems
+    available."""
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[0]) + torch.accelerator.memory_reserved(device)
+    for line in _MEMORY_INFO.read_text(encoding="utf-8").splitlines() if _MEMORY_INFO.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return device_memory_bytes(device)

@@ -1,0 +1,124 @@
+"""From a configuration with a memory budget to the plan that its run follows."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from actmem.config.schema import MemoryConfig, RunConfig
+from actmem.errors import Fault, HardwareError
+from actmem.graph import Graph
+from actmem.hardware import Hardware, device_names, load_hardware, recognise_device
+from actmem.planning import Fingerprint
+from actmem.planning.conditions import conditions_on
+from actmem.planning.plan import Tier
+from actmem.planning.planner import Planned, Planner
+from actmem.runtime.swap.building import disk_limit, host_limit, usual_tiers
+from actmem.training.device import choose_device
+from actmem.training.machine import device_name, free_memory_bytes
+from actmem.training.traced import trace_step
+from actmem.units import format_bytes
+
+
+def plan_run(config: RunConfig, model: PreTrainedModel | None = None) -> Planned:
+    """The best plan for a run within its `memory_budget`, on the hardware that it names.
+
+    `model` is on the meta device; without one it is made. Raises `PlanError` for a budget that no plan can meet,
+    `HardwareError` for hardware that is not known, `ConfigError` for a device that is not there, and what tracing
+    raises.
+    """
+    graph, made_for = trace_step(config, model)
+    return plan_with(planner_of(config, graph, made_for), config)
+
+
+def describe(planned: Planned) -> str:
+    """A plan for a budget in one line: its predicted peak and time, and how near the bound it is."""
+    simulation = planned.simulation
+    away = f", {format_bytes(simulation.swapped_bytes)} swapped" if simulation.swapped_bytes else ""
+    return (
+        f"plan {planned.plan.name}: peak {format_bytes(simulation.peak_bytes)} of "
+        f"{format_bytes(planned.budget_bytes)}, step {planned.added_share:+.2%} over the unplanned one "
+        f"(bound {planned.bound_share:+.2%}, modelled){away}"
+    )
+
+
+def plan_with(planner: Planner, config: RunConfig) -> Planned:
+    """What `plan_run` gives, from a planner that `planner_of` made for the run."""
+    budget = config.memory_budget
+    assert budget is not None, "only a budget needs a planner"
+    return planner.within(budget, memory_bytes=_memory_of(config) if budget == "auto" else None)
+
+
+def planner_of(
+    config: RunConfig,
+    graph: Graph,
+    made_for: Fingerprint | None = None,
+    *,
+    hardware: Hardware | None = None,
+    swaps: bool = True,
+    gradients_stand: bool | None = None,
+) -> Planner:
+    """A planner for a traced step under the settings of a configuration, on `hardware` in place of what it names.
+
+    With `swaps`, values may go where ``memory.tier`` says. `gradients_stand`: parameters have gradients when a step
+    begins; by default that is so where the gradients of several micro-batches are added up. Raises `HardwareError` and
+    `ConfigError`.
+    """
+    here = hardware is None and _is_here(config)
+    hardware = hardware or hardware_of(config)
+    tiers = _tiers(config, hardware, here) if swaps else ()
+    conditions = conditions_on(
+        hardware,
+        tiers=tiers,
+        prefetch=config.swap.default_prefetch,
+        in_flight_limit=config.memory.in_flight_limit,
+        gradients_stand=config.train.grad_accumulation > 1 if gradients_stand is None else gradients_stand,
+    )
+    return Planner(
+        graph,
+        conditions,
+        limits=_limits(config.memory, tiers, here),
+        min_swap_bytes=config.memory.min_swap_bytes,
+        fingerprint=made_for,
+    )
+
+
+def hardware_of(config: RunConfig) -> Hardware:
+    """The profile that a configuration names, or that of the device that its run will be on. Raises `HardwareError`."""
+    if not _is_here(config):
+        return load_hardware(config.hardware)
+    device = choose_device(config.train.device)
+    if device.type == "cpu":
+        return load_hardware("cpu")
+    found = recognise_device(device_name(device))
+    if found is None:
+        problem = f"auto finds {device_name(device)}, of which no figures are known"
+        allowed = f"{', '.join(device_names())}, or a file: actmem calibrate -o hardware.yaml measures this device"
+        raise HardwareError([Fault("hardware", problem, config.hardware, allowed)])
+    return found
+
+
+def _is_here(config: RunConfig) -> bool:
+    return config.hardware == "auto"
+
+
+def _tiers(config: RunConfig, hardware: Hardware, here: bool) -> tuple[Tier, ...]:
+    """Where swapped values may go. A profile without a link to the host is that of a CPU, whose tier is the disk."""
+    if here:
+        return usual_tiers(config.memory, choose_device(config.train.device))
+    return usual_tiers(config.memory, torch.device("cpu" if hardware.link is None else "cuda"))
+
+
+def _limits(memory: MemoryConfig, tiers: tuple[Tier, ...], here: bool) -> dict[Tier, int]:
+    """What the tiers may take: of this machine, what it has; of another one, what the settings say."""
+    if here:
+        return {tier: host_limit(memory) if tier == "host" else disk_limit(memory) for tier in tiers}
+    given = {"host": memory.host_limit, "disk": memory.disk_limit}
+    return {tier: limit for tier in tiers if (limit := given[tier]) is not None}
+
+
+def _memory_of(config: RunConfig) -> int:
+    """What a budget of ``auto`` comes to: what is free here, or all that a device elsewhere has."""
+    if _is_here(config):
+        return free_memory_bytes(choose_device(config.train.device))
+    return hardware_of(config).memory_bytes

@@ -1,0 +1,278 @@
+"""The planner against the clock and the allocator of this machine.
+
+`accuracy`: peaks and step times that were predicted after a calibration, beside measured ones, for a dozen plans.
+`dominance`: at the measured peak of each of torch's ways and of fixed policies, the plan for that budget, side by side.
+
+    python -m benchmarks.planned accuracy dominance [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from actmem.cli.bench import bench_progress, model_and_batch
+from actmem.cli.calibrate import training_step
+from actmem.config.schema import DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from actmem.hardware import Hardware, save_hardware
+from actmem.measuring.bench import num_steps, run_bench
+from actmem.measuring.calibration import calibrate
+from actmem.measuring.result import BenchResult
+from actmem.planning import Action, Plan, Rule
+from actmem.planning.planner import Planner
+from actmem.planning.simulator import Simulation
+from actmem.training.budget import planner_of
+from actmem.training.traced import trace_step
+from benchmarks.machine import Machine
+from benchmarks.run import RESULTS, dense, moe
+
+LAYERS = 6
+MODELS: dict[str, ModelConfig] = {"dense": dense(512, LAYERS), "moe": moe(512, LAYERS)}
+LENGTH = 1024
+SHARES = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1)
+EVERY_SECOND = Plan("every second layer", (Rule(".*", Action.RECOMPUTE, tuple(range(0, LAYERS, 2))),))
+_SAME_TIME = 0.05  # plans whose measured times differ by less have no order
+_MEMORY = MemoryConfig(min_swap_bytes=2**18)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One plan: its peak above what stands, and its step time, predicted and measured."""
+
+    plan: str
+    predicted_bytes: int
+    measured_bytes: int
+    predicted_seconds: float
+    measured_seconds: float
+    quartiles: tuple[float, float]
+
+    @property
+    def peak_ratio(self) -> float:
+        """Predicted by measured."""
+        return self.predicted_bytes / self.measured_bytes
+
+    @property
+    def time_ratio(self) -> float:
+        """Predicted by measured."""
+        return self.predicted_seconds / self.measured_seconds
+
+
+@dataclass(frozen=True)
+class Duel:
+    """A way that others recompute, and the best plan at its measured peak; `ratio` is of times, round by round."""
+
+    other: str
+    peak_bytes: int
+    auto_peak_bytes: int
+    seconds: float
+    auto_seconds: float
+    ratio: float
+    quartiles: tuple[float, float]
+
+
+def run_of(model: ModelConfig) -> RunConfig:
+    """A run of one sequence on the CPU."""
+    return RunConfig(
+        model=model,
+        data=DataConfig(path=["none"], sequence_length=LENGTH),
+        train=TrainConfig(device="cpu", micro_batch_size=1),
+        memory=_MEMORY,
+    )
+
+
+class Bench:
+    """One model on this machine, calibrated, with a planner for its step."""
+
+    def __init__(self, name: str) -> None:
+        run = run_of(MODELS[name])
+        self.model, self.batch = model_and_batch(run)
+        with tempfile.TemporaryDirectory() as directory:
+            self.hardware: Hardware = calibrate(self.model.device, Path(directory), training_step(run))
+            path = Path(directory) / "hardware.yaml"
+            save_hardware(self.hardware, path)
+            run = run.model_copy(update={"hardware": str(path)})
+            graph, _ = trace_step(run)
+            self.planner: Planner = planner_of(run, graph, gradients_stand=True)
+        assert graph.step is not None
+        self.standing = graph.step.standing.total
+        self.name = name
+
+    def measure(self, plans: Sequence[str | Plan], rounds: int) -> BenchResult:
+        """All of them side by side."""
+        with bench_progress(num_steps(plans, rounds), self.name) as on_step:
+            return run_bench(self.model, self.batch, plans, rounds=rounds, memory=_MEMORY, on_step=on_step)
+
+
+def accuracy(bench: Bench, rounds: int) -> list[Prediction]:
+    """A dozen plans and more, predicted and measured."""
+    planner = bench.planner
+    plans: list[str | Plan] = ["none", "full", "mlp", "selective", "attention-swap", "layer-swap", EVERY_SECOND]
+    plans += [planner.within(share).plan for share in SHARES]
+    found = bench.measure(plans, rounds)
+    return [
+        _prediction(planner.simulate(plan), found, plan if isinstance(plan, str) else plan.name, bench.standing)
+        for plan in plans
+    ]
+
+
+def _prediction(simulation: Simulation, found: BenchResult, name: str, standing: int) -> Prediction:
+    measured = found[name]
+    return Prediction(
+        plan=name,
+        predicted_bytes=simulation.peak_bytes - standing,
+        measured_bytes=measured.peak_bytes,
+        predicted_seconds=simulation.seconds,
+        measured_seconds=measured.timing.median,
+        quartiles=measured.timing.quartiles,
+    )
+
+
+def order_kept(predictions: Sequence[Prediction]) -> tuple[int, int]:
+    """Of how many pairs of plans whose times differ was the order predicted, and how many such pairs there are."""
+    pairs = [
+        (a, b) for a, b in combinations(predictions, 2) if abs(a.measured_seconds / b.measured_seconds - 1) > _SAME_TIME
+    ]
+    kept = sum(
+        (a.predicted_seconds < b.predicted_seconds) == (a.measured_seconds < b.measured_seconds) for a, b in pairs
+    )
+    return kept, len(pairs)
+
+
+def dominance(bench: Bench, rounds: int) -> list[Duel]:
+    """The best plan at each other way's measured peak, against it."""
+    others: list[str | Plan] = ["torch-full", "torch-sac", "mlp", EVERY_SECOND]
+    peaks = bench.measure(others, 1)
+    names = [each if isinstance(each, str) else each.name for each in others]
+    rivals = [_named(bench.planner, f"auto@{name}", peaks[name].peak_bytes + bench.standing) for name in names]
+    found = bench.measure([*others, *rivals], rounds)
+    duels = []
+    for name, rival in zip(names, rivals, strict=True):
+        other, auto = found[name], found[rival.name]
+        ratios = sorted(a / b for a, b in zip(auto.timing.seconds, other.timing.seconds, strict=True))
+        duels.append(
+            Duel(
+                other=name,
+                peak_bytes=other.peak_bytes,
+                auto_peak_bytes=auto.peak_bytes,
+                seconds=other.timing.median,
+                auto_seconds=auto.timing.median,
+                ratio=median(ratios),
+                quartiles=(ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]),
+            )
+        )
+    return duels
+
+
+def _named(planner: Planner, name: str, budget_bytes: int) -> Plan:
+    return planner.plan(budget_bytes, name=name).plan
+
+
+def accuracy_table(predictions: Sequence[Prediction]) -> Table:
+    """A row for each plan, and what they come to."""
+    table = Table(box=None, header_style="")
+    for heading in ("plan", "predicted MiB", "measured MiB", "ratio", "predicted ms", "measured ms", "ratio"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for each in predictions:
+        table.add_row(
+            each.plan,
+            f"{each.predicted_bytes / 2**20:.1f}",
+            f"{each.measured_bytes / 2**20:.1f}",
+            f"{each.peak_ratio:.3f}",
+            f"{each.predicted_seconds * 1e3:,.0f}",
+            f"{each.measured_seconds * 1e3:,.0f}",
+            f"{each.time_ratio:.2f}",
+        )
+    return table
+
+
+def accuracy_notes(predictions: Sequence[Prediction]) -> list[str]:
+    """How far off the predictions are."""
+    peaks = [abs(each.peak_ratio - 1) for each in predictions]
+    times = [abs(each.time_ratio - 1) for each in predictions]
+    kept, pairs = order_kept(predictions)
+    return [
+        f"peaks off by {median(peaks):.2%} in the middle and {max(peaks):.2%} at most",
+        f"step times off by {median(times):.1%} in the middle and {max(times):.1%} at most",
+        f"order of times right in {kept} of {pairs} pairs that differ by more than {_SAME_TIME:.0%}",
+    ]
+
+
+def dominance_table(duels: Sequence[Duel]) -> Table:
+    """A row for each duel."""
+    table = Table(box=None, header_style="")
+    for heading in ("against", "its MiB", "auto's MiB", "its ms", "auto's ms", "auto of its", "quartiles"):
+        table.add_column(heading, justify="left" if heading == "against" else "right")
+    for each in duels:
+        table.add_row(
+            each.other,
+            f"{each.peak_bytes / 2**20:.1f}",
+            f"{each.auto_peak_bytes / 2**20:.1f}",
+            f"{each.seconds * 1e3:,.0f}",
+            f"{each.auto_seconds * 1e3:,.0f}",
+            f"{each.ratio:.3f}",
+            f"{each.quartiles[0]:.3f} - {each.quartiles[1]:.3f}",
+        )
+    return table
+
+
+def _report(name: str, rounds: int) -> None:
+    """Run one benchmark on all models and write its two files."""
+    machine = Machine.here_and_now()
+    console = Console(file=io.StringIO(), width=130, markup=False, highlight=False)
+    console.print(f"{LAYERS} layers, hidden 512, {LENGTH} tokens, float32; gradients standing; after a calibration")
+    console.print(f"{machine}; {machine.date}")
+    console.print(f"$ python -m benchmarks.planned {name} --rounds {rounds}")
+    data: dict[str, object] = {"machine": asdict(machine)}
+    for model in MODELS:
+        bench = Bench(model)
+        console.print(f"\n{model}: {bench.hardware.note}")
+        data[model] = [asdict(each) for each in _show[name](console, bench, rounds)]
+    assert isinstance(console.file, io.StringIO)
+    text = "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+    (RESULTS / f"{name}.txt").write_text(text, encoding="utf-8")
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    print(text, flush=True)
+
+
+def _show_accuracy(console: Console, bench: Bench, rounds: int) -> list[Prediction]:
+    predictions = accuracy(bench, rounds)
+    console.print(accuracy_table(predictions))
+    for note in accuracy_notes(predictions):
+        console.print(note)
+    return predictions
+
+
+def _show_dominance(console: Console, bench: Bench, rounds: int) -> list[Duel]:
+    duels = dominance(bench, rounds)
+    console.print(dominance_table(duels))
+    return duels
+
+
+_show: dict[str, Callable[[Console, Bench, int], Sequence[Prediction | Duel]]] = {
+    "accuracy": _show_accuracy,
+    "dominance": _show_dominance,
+}
+
+
+def main() -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(_show)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each plan (default: 5)")
+    arguments = parser.parse_args()
+    for name in arguments.names or _show:
+        _report(name, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The trace of a whole step: what it leaves as it was, what it writes and reads, what it knows of the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from actmem.config.schema import ModelConfig
+from actmem.graph import Graph
+from actmem.models.building import build_model
+from actmem.models.shapes import build_shapes
+from actmem.tracing import trace
+
+SHAPE: dict[str, object] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+DENSE = SHAPE | {"model_type": "qwen3"}
+MOE = SHAPE | {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+CONFIGS = {
+    "dense": ModelConfig(config=DENSE),
+    "eager": ModelConfig(config=DENSE, attn_implementation="eager"),
+    "moe": ModelConfig(config=MOE),
+    "two kinds": ModelConfig(config=MOE | {"mlp_only_layers": [1]}),
+}
+
+
+def tokens(device: str = "cpu") -> dict[str, object]:
+    numbers = torch.zeros(2, 8, dtype=torch.int64, device=device)
+    return {"input_ids": numbers, "labels": numbers, "use_cache": False}
+
+
+def real_model(fields: dict[str, object] = DENSE) -> PreTrainedModel:
+    return build_model(ModelConfig(config=fields), seed=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_graph_can_be_written_and_read(config: ModelConfig, tmp_path: Path) -> None:
+    graph = trace(build_shapes(config), tokens("meta"))
+    assert graph.step is not None
+    graph.save(tmp_path / "graph.json")
+    assert Graph.load(tmp_path / "graph.json") == graph
+
+
+def test_a_step_knows_what_stands_and_what_each_gap_does() -> None:
+    model = build_shapes(CONFIGS["dense"])
+    step = trace(model, tokens("meta")).step
+    assert step is not None
+    parameters = sum(each.numel() * each.element_size() for each in model.parameters())
+    assert (step.standing.parameters, step.standing.gradients) == (parameters, parameters)
+    assert step.num_tokens == 16
+    assert (len(step.calls), len(step.gaps)) == (3, 4)
+    assert "embedding" in {op.name for op in step.gaps[0].forward}
+    assert "nll_loss_forward" in {op.name for op in step.gaps[-1].forward}
+    assert "embedding_dense_backward" in {op.name for op in step.gaps[0].backward}
+
+
+def test_layers_of_equal_structure_share_a_kind() -> None:
+    graph = trace(build_shapes(CONFIGS["two kinds"]), tokens("meta"))
+    assert list(graph.layers.values()) == ["Qwen3MoeDecoderLayer", "Qwen3MoeDecoderLayer#1", "Qwen3MoeDecoderLayer"]
+    assert all(kind.backward for kind in graph.kinds.values())
+
+
+def test_each_gradient_is_made_once() -> None:
+    step, kinds = (graph := trace(build_shapes(CONFIGS["dense"]), tokens("meta"))).step, graph.kinds
+    assert step is not None
+    in_layers = sum(op.gradient_bytes for kind in graph.layers.values() for op in kinds[kind].backward)
+    outside = sum(op.gradient_bytes for gap in step.gaps for op in gap.backward)
+    assert in_layers + outside == step.standing.gradients
+
+
+def test_all_that_autograd_saves_is_picked_up_and_let_go() -> None:
+    for region in trace(build_shapes(CONFIGS["moe"]), tokens("meta")).kinds.values():
+        everything = list(range(len(region.packed)))
+        assert sorted(each for op in region.backward for each in op.unpacks) == everything
+        assert sorted(each for op in region.backward for each in op.releases) == everything
+
+
+def test_a_mask_that_no_backward_formula_reads_is_a_constant_of_all_layers() -> None:
+    step = trace(build_shapes(CONFIGS["eager"]), tokens("meta")).step
+    assert step is not None
+    masks = [each.number for each in step.constants if not each.backward]
+    assert masks
+    assert all(masks[0] in dict(call.constants).values() for call in step.calls)
+
+
+def test_autocast_ends_with_the_forward_pass() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph = trace(build_shapes(CONFIGS["dense"]), tokens("meta"))
+        assert torch.is_autocast_enabled("cpu")
+    (region,) = graph.kinds.values()
+    cast = {region.values[value].storage for op in region.ops if op.name == "_to_copy" for value in op.outputs}
+    assert graph.step is not None
+    ends = {escape.gap for call in graph.step.calls for escape in call.escapes if escape.storage in cast}
+    assert ends == {len(graph.layers)}, "cast weights outlive the layers, and are gone before any backward pass of them"
+
+
+def test_a_model_with_weights_stays_as_it_was() -> None:
+    model = real_model(DENSE | {"attention_dropout": 0.5}).train()
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    gradient, state = first.grad, torch.get_rng_state()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    trace(model, tokens())
+    assert first.grad is gradient and bool((gradient == 1).all())
+    assert all(each.grad is None for each in model.parameters() if each is not first)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        out = self.norm(features)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+def test_buffers_that_a_forward_pass_edits_stay_as_they_were() -> None:
+    model = Counting()
+    trace(model, {"features": torch.randn(8, 4)}, regions=["norm"])
+    assert int(model.norm.num_batches_tracked or 0) == 0
+    assert model.norm.running_mean is not None and not model.norm.running_mean.any()
