@@ -39,7 +39,7 @@ def run(*arguments: object) -> tuple[int, str]:
 
 
 def test_it_fits_without_a_plan(config: Path) -> None:
-    code, output = run(config, "--hardware", device_of(120), "--no-swap")
+    code, output = run(config, "--hardware", device_of(70), "--no-swap")
     assert code == 0
     assert "It fits without a plan" in output and "optimizer adamw" in output
     assert output.count("best plan") == 2 and output.count("selective") == 2
