@@ -92,10 +92,9 @@ def _search(run: RunConfig, hardware: Hardware, layout: Layout, swaps: bool) -> 
 
 def _tracer(run: RunConfig, on_trace: Callable[[str], None]) -> Callable[[Shape], Graph]:
     """Traces the step of `run` with another batch."""
-    from actmem.models.shapes import build_shapes
-    from actmem.training.traced import trace_step
+    from actmem.training.traced import shapes_of, trace_step
 
-    model = build_shapes(run.model)
+    model = shapes_of(run)
 
     def graph_of(shape: Shape) -> Graph:
         on_trace(f"{shape[0]} x {shape[1]} tokens")

@@ -22,7 +22,6 @@ from actmem.planning.simulator import Simulation
 WAYS = ("none", "selective", "full")
 BEST = "best plan"
 SHARDS = (2, 4, 8, 16, 32, 64)
-_MOST_TRIES = 14
 
 Shape = tuple[int, int]
 Dimension = Literal["micro-batch", "sequence"]
@@ -195,24 +194,25 @@ def _least_of(planner: Planner) -> Need:
 def largest(peak_of: Callable[[int], int], limit: int, starts: Sequence[int]) -> int:
     """The largest count whose peak is within `limit`, 0 for none, for peaks that grow with the count.
 
-    `starts` are tried first. From there on the next one lies on the line through the two peaks that are nearest to the
-    limit, but always between the largest count that fits and the smallest that does not.
+    `starts` are tried first. From there on the next one lies on the line through two known peaks, the nearest to the
+    limit; each third one halves what is left, for peaks that bend.
     """
     known = {count: peak_of(count) for count in starts}
-    for _ in range(_MOST_TRIES):
+    while True:
         fits = max((count for count, peak in known.items() if peak <= limit), default=0)
         fails = min((count for count, peak in known.items() if peak > limit), default=None)
         if fails is not None and fails <= fits + 1:
-            break
+            return fits
         count = _next_count(known, limit, fits, fails)
         known[count] = peak_of(count)
-    return fits
 
 
 def _next_count(known: Mapping[int, int], limit: int, fits: int, fails: int | None) -> int:
     if len(known) == 1:
         return fits + max(1, fits // 2) if fails is None else max(1, fails // 2)
+    if fails is not None and len(known) % 3 == 0:
+        return (fits + fails) // 2
     (a, peak_a), (b, peak_b) = sorted(known.items(), key=lambda each: abs(each[1] - limit))[:2]
     slope = (peak_b - peak_a) / (b - a)
-    guess = a + int((limit - peak_a) // slope) if slope > 0 else fits + 1
+    guess = a + int((limit - peak_a) // slope) if slope > 0 else 2 * fits
     return max(fits + 1, guess if fails is None else min(guess, fails - 1))

@@ -73,6 +73,8 @@ def make_up_figure(frontier: Frontier) -> Figure:
     starts = [0.0] * len(points)
     for use, color in _USE_COLORS.items():
         widths = [point.bytes_by_use.get(use, 0) / unit for point in points]
+        if not any(widths):
+            continue
         axes.barh(range(len(points)), widths, left=starts, color=color, label=use, height=0.72)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set_yticks(range(len(points)), [point.label for point in points], fontsize=9)

@@ -116,3 +116,27 @@ def test_experts_one_by_one_are_refused_with_a_way_out(
 ) -> None:
     error = fails(monkeypatch, capsys, config, "model.experts_implementation=eager")
     assert "experts_implementation: grouped_mm" in error
+
+
+def test_prices_on_a_device(config: Path) -> None:
+    code, output = run(config, "--layer", 0, "--hardware", "cpu", "--json", "memory.min_swap_bytes=1")
+    (found,) = json.loads(output)
+    assert code == 0
+    rows = {row["path"]: row for row in found["rows"]}
+    freed, saved = rows["self_attn.add"], rows["self_attn.q_proj.mm"]
+    assert freed["action"] == "recompute" and freed["reason"].startswith("frees ")
+    assert freed["price"]["freed_bytes"] == freed["dropped_bytes"]
+    assert freed["rate"] == pytest.approx(freed["price"]["freed_bytes"] / freed["price"]["again_seconds"])
+    assert freed["rate"] < freed["peak_rate"]
+    assert saved["reason"].startswith("saved: making it again takes 1 op, ")
+    assert saved["price"]["seconds"] > 0 and not saved["price"]["is_measured"]
+
+
+def test_a_swapped_op_beside_what_the_link_can(config: Path) -> None:
+    arguments = ("policy=attention-swap", "--layer", 0, "--hardware", "cpu", "memory.min_swap_bytes=1")
+    _, output = run(config, *arguments, "--json")
+    (found,) = json.loads(output)
+    swapped = [row for row in found["rows"] if row["action"] == "swap" and row["path"] != "input"]
+    assert swapped and all(row["rate"] <= row["peak_rate"] and "each way" in row["reason"] for row in swapped)
+    _, output = run(config, *arguments)
+    assert "modelled at nominal efficiency" in output and "at peaks" in output
