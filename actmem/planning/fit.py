@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from actmem.errors import PlanError
 from actmem.graph import Graph
 from actmem.planning.layout import Layout, lay_out
 from actmem.planning.planner import Planner
@@ -176,10 +175,7 @@ class FitSearch:
     def _fastest(self, planner: Planner) -> Need | None:
         if planner.least.simulation.peak_bytes > self._memory_bytes:
             return None
-        try:
-            planned = planner.plan(self._memory_bytes)
-        except PlanError:  # so tight that only the plan of the least peak is known
-            planned = planner.least
+        planned = planner.plan(self._memory_bytes)
         return Need.of(planned.plan.name, planned.simulation)
 
 

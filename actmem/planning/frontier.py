@@ -346,12 +346,11 @@ def _at_level(planner: Planner, hardware: Hardware, level: Level) -> Conditions:
 
 
 def _no_slower(planner: Planner, budget_bytes: int, best: Planned, seconds: float) -> tuple[Planned, float | None]:
-    """The plan for a budget, or that of a smaller one if it is as fast; and the bound, where there is one."""
-    try:
-        found = planner.plan(budget_bytes, seconds=seconds)
-    except PlanError:  # at the least peak itself, where only the plan that reached it is known
-        return best, None
-    return (found if found.simulation.seconds < best.simulation.seconds else best), found.bound_seconds
+    """The plan for a budget, or that of a smaller one if it is as fast; and the bound, where a search gave one: it did
+    not where only the plan of the least peak fits."""
+    found = planner.plan(budget_bytes, seconds=seconds)
+    bound = None if found.layers is planner.least.layers else found.bound_seconds
+    return (found if found.simulation.seconds < best.simulation.seconds else best), bound
 
 
 def _seconds_at(point: FrontierPoint, level: Level) -> float:
