@@ -14,13 +14,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from actmem.graph import COMMUNICATION, RegionGraph
 from actmem.planning.course import Course
-from actmem.planning.fates import Fates, path_of_storage, resolve
+from actmem.planning.fates import Fates, fates_under, path_of_storage, resolve
 from actmem.planning.min_cut import cheapest
-from actmem.planning.plan import Action, Tier
+from actmem.planning.plan import TIERS, Action, RuleSet, Tier
+from actmem.planning.policies import POLICIES, SWAPPING
 from actmem.planning.simulator import LayerPlan, Simulator
 
 _MOST_OPTIONS = 48
@@ -64,16 +65,33 @@ class Option:
         """What becomes of each storage."""
         return self.plan.fates
 
+    def late_bytes(self, tier: Tier, bytes_per_second: float) -> int:
+        """Bytes that are still on their way to a tier when the layer's forward pass is over, over a link that had
+        nothing else to do."""
+        ends = list(accumulate(each.seconds for each in self.course.forward))
+        free, late = 0.0, 0
+        for swap in self.course.swaps:
+            if self.plan.tiers[swap.storage] == tier:
+                free = max(free, ends[swap.produced]) + swap.num_bytes / bytes_per_second
+                late += swap.num_bytes if free > ends[-1] else 0
+        return late
+
     def beats(self, other: Option) -> bool:
-        """Whether it is nowhere worse, for options that swap nothing."""
+        """Whether it is nowhere worse."""
         mine, theirs = self.figures, other.figures
         return all(a <= b for a, b in zip(mine, theirs, strict=True))
 
     @cached_property
     def figures(self) -> tuple[float, ...]:
         """What it costs, in each respect."""
-        course = self.course
-        return self.seconds, course.held_bytes, course.backward_peak_bytes, course.forward_peak_bytes
+        course, away = self.course, self.swapped_bytes
+        return (
+            self.seconds,
+            course.held_bytes,
+            course.backward_peak_bytes,
+            course.forward_peak_bytes,
+            *(away.get(tier, 0) for tier in TIERS),
+        )
 
 
 class OptionMaker:
@@ -99,7 +117,7 @@ class OptionMaker:
     def options(self) -> list[Option]:
         """All that are worth it, those that swap included."""
         corners = self._corners()
-        return [*self._between(corners), *self._swapping(corners)]
+        return _unbeaten([*self._between(corners), *self._swapping(corners), *self._fixed()])
 
     def _option(self, saved: frozenset[str], swapped: tuple[tuple[str, Tier], ...]) -> Option:
         """An option, with what it saves in vain left out."""
@@ -193,6 +211,16 @@ class OptionMaker:
                 for count in range(1, min(len(paths), _MOST_SWAPPED) + 1):
                     away = tuple((path, tier) for path in paths[:count])
                     yield self._option(option.saved - set(paths[:count]), away)
+
+    def _fixed(self) -> Iterator[Option]:
+        """What the fixed policies do."""
+        for policy in POLICIES:
+            if self._tiers or policy not in SWAPPING:
+                rules = RuleSet(POLICIES[policy](self.graph))
+                fates = fates_under(self.graph, rules, min_swap_bytes=self._min_swap_bytes)
+                away = sorted({path_of_storage(self.graph, storage) for storage in fates.swapped})
+                saved = frozenset(self._paths[storage] for storage in fates.held if storage in self._paths)
+                yield self._option(saved, tuple((path, self._tiers[0]) for path in away))
 
     def _may_leave(self, storage: int) -> bool:
         each = self.graph.storages[storage]

@@ -1,13 +1,15 @@
 """A byte budget in, the best plan out.
 
 trace -> options of each layer -> choice under the budget -> simulation. Where the simulation says more than the program
-believed, the program gets less to spend, until what is simulated fits; and more, where it leaves much unused.
+believed, the program gets less to spend, until what is simulated fits; and more, where it leaves much unused. The fixed
+policies run along: what comes out is the fastest of all that fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
@@ -23,19 +25,19 @@ from actmem.planning.options import Option, OptionMaker
 from actmem.planning.plan import Fingerprint, Plan, Rule, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
 from actmem.planning.simulator import Conditions, LayerPlan, Simulation, Simulator
-from actmem.planning.solver import Choice, Solver
+from actmem.planning.solver import Bound, Choice, Solver
 from actmem.units import format_bytes
 
 _BUDGETS = "bytes such as '60GiB', a share of the activations such as 0.4 or '40%', or auto"
-_ROUNDS = 5
-_UNUSED = 0.004
+_ROUNDS = 4
+_UNUSED = 0.001
 """Share of a budget that is not worth another round."""
 
 
 @dataclass(frozen=True)
 class Planned:
     """A plan for a budget. `simulation` is what a step under it comes to, `bound_seconds` what no plan of these options
-    can undercut; `unplanned` is the step without a plan. `is_optimal`: the search ended within its gap."""
+    can undercut; `unplanned` is the step without a plan. `is_optimal`: it is as close to the bound as is asked for."""
 
     plan: Plan
     budget_bytes: int
@@ -77,6 +79,15 @@ def plan(
     profile = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     conditions = conditions_on(profile, level=level, tiers=tiers, gradients_stand=gradients_stand)
     return Planner(graph, conditions).within(memory_budget, memory_bytes=profile.memory_bytes)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan that was played through, for whatever budget it fits."""
+
+    rules: tuple[Rule, ...]
+    layers: tuple[LayerPlan, ...]
+    simulation: Simulation
 
 
 class Planner:
@@ -147,9 +158,9 @@ class Planner:
 
     @cached_property
     def least(self) -> Planned:
-        """The plan with the least peak that there is."""
-        choice = self._solver.least_peak()
-        return self._planned(choice, choice.peak_bytes, name="least memory")
+        """The plan with the least peak that there is; of several, the fastest."""
+        peak_bytes = self._least.simulation.peak_bytes
+        return self._planned(self._least, "least memory", peak_bytes, self._solver.bound(peak_bytes))
 
     def within(self, budget: str | int | float, *, memory_bytes: int | None = None) -> Planned:
         """The best plan for a budget as a user writes it: bytes, a share of the activations, or ``auto``, which stands
@@ -175,23 +186,13 @@ class Planner:
         name = name or f"auto@{format_bytes(budget_bytes).replace(' ', '')}"
         if budget_bytes >= self.unplanned.peak_bytes:
             return self._unplanned(budget_bytes, name)
-        best: Planned | None = None
-        aim = budget_bytes
-        for _ in range(_ROUNDS):
-            choice = self._solver.solve(aim, seconds=seconds)
-            if choice is None:
-                break
-            found = self._planned(choice, budget_bytes, name)
-            excess = found.simulation.peak_bytes - budget_bytes
-            if excess <= 0 and (best is None or found.simulation.seconds < best.simulation.seconds):
-                best = found
-            if excess <= 0 and (-excess < _UNUSED * budget_bytes or best is not found):
-                break
-            aim -= excess
-        best = self._better_policy(best, budget_bytes, name) or self._least_within(budget_bytes, name)
-        if best is None:
+        bound = self._solver.bound(budget_bytes)
+        found = [*self._policies, *(self._search(budget_bytes, bound, seconds) if bound else ())]
+        fitting = [each for each in found if each.simulation.peak_bytes <= budget_bytes] or [self._least]
+        best = min(fitting, key=lambda each: each.simulation.seconds)
+        if best.simulation.peak_bytes > budget_bytes:
             self._refuse(budget_bytes)
-        return best
+        return self._planned(best, name, budget_bytes, bound)
 
     @cached_property
     def _solver(self) -> Solver:
@@ -209,38 +210,57 @@ class Planner:
             options.append(made[key])
         return options
 
-    def _planned(self, choice: Choice, budget_bytes: int, name: str) -> Planned:
+    @cached_property
+    def _policies(self) -> list[_Found]:
+        """What the fixed policies come to."""
+        found = []
+        for policy in POLICIES:
+            if self._tiers or policy not in SWAPPING:
+                layers, rules = tuple(self.layer_plans(policy)), self._policy_rules(policy)
+                found.append(_Found(rules, layers, self.simulator.run(layers)))
+        return found
+
+    @cached_property
+    def _least(self) -> _Found:
+        smallest = self._solver.least_peak()
+        bound = self._solver.bound(smallest.peak_bytes)
+        faster = None if bound is None else self._solver.solve(smallest.peak_bytes, bound)
+        found = [*self._policies, *(self._played(choice) for choice in (smallest, faster) if choice is not None)]
+        return min(found, key=lambda each: (each.simulation.peak_bytes, each.simulation.seconds))
+
+    def _search(self, budget_bytes: int, bound: Bound, seconds: float) -> Iterator[_Found]:
+        """Choices that the simulation takes closer and closer to the budget."""
+        aim, too_much = budget_bytes, math.inf
+        for _ in range(_ROUNDS):
+            choice = self._solver.solve(aim, bound, seconds=seconds)
+            if choice is None:
+                return
+            found = self._played(choice)
+            yield found
+            excess = found.simulation.peak_bytes - budget_bytes
+            above = found.simulation.seconds - self.unplanned.seconds - bound.added_seconds
+            if excess <= 0 and (above <= self._solver.gap_seconds or -excess < _UNUSED * budget_bytes):
+                return
+            if excess > 0:
+                too_much = min(too_much, aim)
+            aim = round(min(aim - excess, (aim + too_much) / 2))
+
+    def _played(self, choice: Choice) -> _Found:
         layers = tuple(option.plan for option in choice.options)
         rules = rules_of_options(choice.options, self.simulator.layers)
-        plan = Plan(name, rules, self._fingerprint, prefetch=self.simulator.conditions.prefetch)
-        simulation = self.simulator.run(layers)
-        bound = self.unplanned.seconds + choice.bound_seconds
-        return Planned(plan, budget_bytes, simulation, self.unplanned, bound, choice.is_optimal, layers)
+        return _Found(rules, layers, self.simulator.run(layers))
+
+    def _planned(self, found: _Found, name: str, budget_bytes: int, bound: Bound | None) -> Planned:
+        plan = Plan(name, found.rules, self._fingerprint, prefetch=self.simulator.conditions.prefetch)
+        bound_seconds = self.unplanned.seconds + (bound.added_seconds if bound else 0.0)
+        is_optimal = found.simulation.seconds <= bound_seconds + self._solver.gap_seconds
+        return Planned(plan, budget_bytes, found.simulation, self.unplanned, bound_seconds, is_optimal, found.layers)
 
     def _unplanned(self, budget_bytes: int, name: str) -> Planned:
         plan = Plan(name, (), self._fingerprint)
         layers = tuple(self.layer_plans("none"))
         seconds = self.unplanned.seconds
         return Planned(plan, budget_bytes, self.unplanned, self.unplanned, seconds, True, layers)
-
-    def _least_within(self, budget_bytes: int, name: str) -> Planned | None:
-        if self.least.simulation.peak_bytes > budget_bytes:
-            return None
-        return replace(self.least, plan=replace(self.least.plan, name=name), budget_bytes=budget_bytes)
-
-    def _better_policy(self, best: Planned | None, budget_bytes: int, name: str) -> Planned | None:
-        """The best of the fixed policies, where it beats what was found."""
-        for policy in POLICIES:
-            if policy in SWAPPING and not self._tiers:
-                continue
-            simulation = self.simulate(policy)
-            fits = simulation.peak_bytes <= budget_bytes
-            if fits and (best is None or simulation.seconds < best.simulation.seconds):
-                bound = simulation.seconds if best is None else best.bound_seconds
-                plan = Plan(name, self._policy_rules(policy), self._fingerprint)
-                layers = tuple(self.layer_plans(policy))
-                best = Planned(plan, budget_bytes, simulation, self.unplanned, bound, False, layers)
-        return best
 
     def _policy_rules(self, policy: str) -> tuple[Rule, ...]:
         return rules_of_policy(self.graph, lambda _, region: POLICIES[policy](region))

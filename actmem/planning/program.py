@@ -9,16 +9,16 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
+_GOOD_ENOUGH = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kObjectiveTarget)
+
 
 @dataclass(frozen=True)
 class Solution:
-    """Values of the variables, the objective, and what no solution can be below; `duals` of the rows and `reduced`
-    costs of the variables where no variable had to be whole. `is_optimal`: within the gap that was asked for."""
+    """Values of the variables and the objective; `reduced` costs of the variables where none had to be whole.
+    `is_optimal`: within the gap, or at the target, that was asked for."""
 
     values: np.ndarray
     objective: float
-    bound: float
-    duals: np.ndarray
     reduced: np.ndarray
     is_optimal: bool
 
@@ -46,15 +46,21 @@ class Program:
         self.rows.append((coefficients, low, high))
         return len(self.rows) - 1
 
-    def fix(self, variable: int, value: float) -> None:
-        """Allow a variable only this value."""
-        self._lows[variable] = self._highs[variable] = value
-
-    def solve(self, *, relaxed: bool, gap: float = 0.0, seconds: float = math.inf) -> Solution | None:
-        """The best solution, or ``None`` where there is none. `relaxed` lets whole variables take any value; else the
-        search stops within `gap` of the bound, an absolute one, or after `seconds`."""
+    def solve(
+        self,
+        *,
+        relaxed: bool = False,
+        gap: float = 0.0,
+        seconds: float = math.inf,
+        target: float = -math.inf,
+        most_nodes: int | None = None,
+        fixed: Mapping[int, float] | None = None,
+    ) -> Solution | None:
+        """The best solution, or ``None`` where none is found. `relaxed` lets whole variables take any value; else the
+        search stops within `gap` of the bound, an absolute one, at a solution that reaches the `target`, or after
+        `seconds` or `most_nodes` of its tree. `fixed` variables have only the value that is given for them."""
         solver = highspy.Highs()  # type: ignore[no-untyped-call]
-        for name, value in {
+        options: dict[str, bool | int | float | str] = {
             "output_flag": False,
             "log_to_console": False,
             "threads": 1,
@@ -62,9 +68,13 @@ class Program:
             "mip_abs_gap": gap,
             "mip_rel_gap": 0.0,
             "time_limit": seconds,
-        }.items():
+            "objective_target": target,
+        }
+        if most_nodes is not None:
+            options["mip_max_nodes"] = most_nodes
+        for name, value in options.items():
             solver.setOptionValue(name, value)
-        solver.passModel(self._model(relaxed))
+        solver.passModel(self._model(relaxed, fixed or {}))
         solver.run()
         status = solver.getModelStatus()
         found = solver.getSolution()
@@ -74,17 +84,16 @@ class Program:
         return Solution(
             values=np.array(found.col_value),
             objective=info.objective_function_value,
-            bound=info.objective_function_value if relaxed else info.mip_dual_bound,
-            duals=np.array(found.row_dual),
             reduced=np.array(found.col_dual),
-            is_optimal=status == highspy.HighsModelStatus.kOptimal,
+            is_optimal=status in _GOOD_ENOUGH,
         )
 
-    def _model(self, relaxed: bool) -> highspy.HighsLp:
+    def _model(self, relaxed: bool, fixed: Mapping[int, float]) -> highspy.HighsLp:
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = len(self._costs), len(self.rows)
         model.col_cost_ = np.array(self._costs)
-        model.col_lower_, model.col_upper_ = np.array(self._lows), np.array(self._highs)
+        model.col_lower_ = np.array([fixed.get(index, low) for index, low in enumerate(self._lows)])
+        model.col_upper_ = np.array([fixed.get(index, high) for index, high in enumerate(self._highs)])
         model.row_lower_ = np.array([low for _, low, _ in self.rows])
         model.row_upper_ = np.array([high for _, _, high in self.rows])
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)

@@ -3,16 +3,20 @@
 A mixed-integer program along the step, with HiGHS. Its rows say, layer by layer: what stands when the layer's forward
 and backward passes run, what copies have got away by then, and when they are back. Each option's figures, its working
 set in the backward pass included, come from playing it through, so that the program is linear and yet exact but for
-the copies, which it takes to flow evenly. The relaxed program, in which a layer may be a mixture of options, bounds
-from below what any choice of them can reach.
+the copies. It takes those to flow evenly, and comes in two moods. The hopeful one lets them have whatever time there
+may be; relaxed, so that a layer may be a mixture of options, it bounds from below what any choice of them can reach.
+The careful one has what a layer makes last still on its way when the layer ends, and what a layer needs back when it
+begins; it makes the choice. Without swaps the two are one.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from actmem.planning.options import Option
 from actmem.planning.plan import Tier
@@ -20,23 +24,36 @@ from actmem.planning.program import Program, Solution
 from actmem.planning.simulator import Simulator
 
 _MIB = 2**20
-_GAP = 3e-4
-"""Share of a step that the search may leave on the table."""
+_GAP = 6e-4
+"""Share of a step above the bound at which a choice is good enough."""
+_NEAR = 6
+"""So many options that the relaxed solution leaves out, the nearest ones, are considered beside those that it takes."""
+_NODES = 40
+"""A search has mostly found by then what it is going to find."""
+_LAST = 12
+"""So many layers can be left to a search at once."""
 _LEAST_PEAK_SECONDS = 10.0
-_REACH = 6
-"""Reloads of so many layers are asked to be back in time together; with more, only their sum would be another row."""
+_LATE = 6
+"""Of so many layers, the last ones, it counts that their copies are late: what others send has left by the end."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen: an option a layer, the seconds that it adds to an unplanned step, the peak that the program
-    believes in, and the seconds below which no choice of these options can be."""
+    """What was chosen: an option a layer, the seconds that it adds to an unplanned step, and the peak that the program
+    believes in."""
 
     options: tuple[Option, ...]
     added_seconds: float
     peak_bytes: int
-    bound_seconds: float
-    is_optimal: bool
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Seconds that any choice within a budget adds to an unplanned step, and, for each layer, options that a choice
+    close to that can have."""
+
+    added_seconds: float
+    promising: tuple[frozenset[int], ...]
 
 
 class Solver:
@@ -55,40 +72,63 @@ class Solver:
         self.options = options
         self.limits = limits
         self.calls_in_flight = calls_in_flight
+        base = (each[0].course for each in options)
+        layers_seconds = sum(course.forward_seconds + course.backward_seconds for course in base)
+        self.gap_seconds = _GAP * (simulator.surroundings.seconds + layers_seconds)
 
     def least_peak(self) -> Choice:
         """The choice with the least peak, whatever time it takes."""
         layout = _Layout(self, None)
-        found = layout.program.solve(relaxed=False, gap=1.0, seconds=_LEAST_PEAK_SECONDS)
+        found = layout.program.solve(gap=1.0, seconds=_LEAST_PEAK_SECONDS)
         assert found is not None, "without a budget any choice will do"
-        return layout.choice(found, 0.0)
+        return layout.choice(found)
 
-    def solve(self, budget_bytes: int, *, seconds: float = 5.0) -> Choice | None:
-        """The best choice whose peak is within the budget; ``None`` where there is none."""
-        relaxed = _Layout(self, budget_bytes)
-        bound = relaxed.program.solve(relaxed=True)
-        if bound is None:
-            return None
-        promising = relaxed.promising(bound)
-        reduced = _Layout(self, budget_bytes, promising)
-        found = reduced.program.solve(relaxed=False, gap=_GAP * reduced.step_seconds, seconds=seconds)
-        if found is None:
-            reduced = relaxed
-            found = reduced.program.solve(relaxed=False, gap=_GAP * reduced.step_seconds, seconds=seconds)
-        if found is None:
-            return None
-        return reduced.choice(found, bound.objective)
+    def bound(self, budget_bytes: int) -> Bound | None:
+        """What no choice whose peak is within the budget can undercut; ``None`` where there is no such choice."""
+        layout = _Layout(self, budget_bytes, careful=False)
+        relaxed = layout.program.solve(relaxed=True)
+        return None if relaxed is None else Bound(relaxed.objective, layout.promising(relaxed))
+
+    def solve(self, budget_bytes: int, bound: Bound, *, seconds: float = 5.0) -> Choice | None:
+        """A choice whose peak is within the budget, of what the bound calls promising; ``None`` where none is found
+        within `seconds`."""
+        layout = _Layout(self, budget_bytes, bound.promising)
+        found = self._search(layout, bound.added_seconds + self.gap_seconds, time.monotonic() + seconds)
+        return None if found is None else layout.choice(found)
+
+    def _search(self, layout: _Layout, target: float, until: float) -> Solution | None:
+        """A good solution, fast: most layers are settled by what the relaxed one does with them, the last few by a
+        search; then some layers at a time are looked at again, with all others as they are, until it is good enough."""
+
+        def search(settled: Mapping[int, float]) -> Solution | None:
+            left = max(until - time.monotonic(), 0.0)
+            gap = self.gap_seconds / 4
+            return layout.program.solve(gap=gap, seconds=left, most_nodes=_NODES, fixed=settled, target=target)
+
+        best = search(layout.dived()) or search({})
+        for window in layout.windows:
+            if best is not None and best.objective > target:
+                found = search(layout.settled(best, window))
+                best = found if found is not None and found.objective < best.objective else best
+        return best
 
 
 class _Layout:
     """The program for one budget, or for the least one where none is given, with the variables of each layer. Bytes are
     in MiB, so that figures are of a size."""
 
-    def __init__(self, solver: Solver, budget_bytes: int | None, allowed: Sequence[set[int]] | None = None) -> None:
+    def __init__(
+        self,
+        solver: Solver,
+        budget_bytes: int | None,
+        among: Sequence[frozenset[int]] | None = None,
+        *,
+        careful: bool = True,
+    ) -> None:
         self._solver = solver
-        self._simulator = solver.simulator
-        self._around = self._simulator.surroundings
-        self._links = self._simulator.conditions.links
+        self._careful = careful
+        self._around = solver.simulator.surroundings
+        self._conditions = solver.simulator.conditions
         self._options = solver.options
         self._num_layers = len(solver.options)
         self.program = Program()
@@ -99,32 +139,70 @@ class _Layout:
             {
                 index: self.program.variable(self._second_price * option.seconds, high=1.0, whole=True)
                 for index, option in enumerate(options)
-                if allowed is None or index in allowed[layer]
+                if among is None or index in among[layer]
             }
             for layer, options in enumerate(self._options)
         ]
         self._peak_rows: list[int] = []
-        self._base = [option[0].course for option in self._options]
-        self.step_seconds = self._around.seconds + sum(c.forward_seconds + c.backward_seconds for c in self._base)
         self._build()
 
-    def promising(self, bound: Solution) -> list[set[int]]:
-        """Options that a solution close to the relaxed one can have."""
-        within = 0.01 * self.step_seconds
-        found = []
-        for chosen in self._chosen:
-            near = sorted(chosen, key=lambda index: bound.reduced[chosen[index]])
-            found.append({i for i in near[:14] if bound.reduced[chosen[i]] <= within or bound.values[chosen[i]] > 0})
-        return found
+    def promising(self, relaxed: Solution) -> tuple[frozenset[int], ...]:
+        """Options that a solution close to the relaxed one can have. Layers that choose among the same ones can change
+        places, so what is taken for one of them is promising for all."""
+        alike: dict[int, list[int]] = defaultdict(list)
+        for layer, options in enumerate(self._options):
+            alike[id(options)].append(layer)
+        found = {key: self._promising_for(layers, relaxed) for key, layers in alike.items()}
+        return tuple(found[id(options)] for options in self._options)
 
-    def choice(self, found: Solution, bound_seconds: float) -> Choice:
+    @property
+    def windows(self) -> list[range]:
+        """Groups of layers, each a third of all: every third one, and those that follow one another."""
+        third = -(-self._num_layers // 3)
+        starts = range(0, self._num_layers, third)
+        return [
+            *(range(first, self._num_layers, 3) for first in range(min(3, self._num_layers))),
+            *(range(first, min(first + third, self._num_layers)) for first in starts),
+        ]
+
+    def settled(self, found: Solution, window: range) -> dict[int, float]:
+        """Variables of all layers but those in a window, with what they have in a solution."""
+        settled = [chosen for layer, chosen in enumerate(self._chosen) if layer not in window]
+        return {variable: float(round(found.values[variable])) for chosen in settled for variable in chosen.values()}
+
+    def dived(self) -> dict[int, float]:
+        """Variables of most layers, settled in turn: those first for which the relaxed solution is the most decided,
+        after which the relaxed solution for the others is another one."""
+        settled: dict[int, float] = {}
+        free, step = set(range(self._num_layers)), self._num_layers
+        relaxed = self.program.solve(relaxed=True)
+        while relaxed is not None and len(free) > _LAST and step:
+            step = min(step, len(free) // 3)
+            values = relaxed.values
+            leading = {layer: max(self._chosen[layer].values(), key=lambda each: values[each]) for layer in free}
+            chosen = sorted(free, key=lambda layer: (-values[leading[layer]], layer))[:step]
+            more = {each: float(each == leading[layer]) for layer in chosen for each in self._chosen[layer].values()}
+            after = self.program.solve(relaxed=True, fixed={**settled, **more})
+            if after is None:
+                step //= 2
+            else:
+                relaxed, settled, free = after, {**settled, **more}, free.difference(chosen)
+        return settled
+
+    def choice(self, found: Solution) -> Choice:
         """What a solution says."""
         options = tuple(
             options[max(chosen, key=lambda index: found.values[chosen[index]])]
             for options, chosen in zip(self._options, self._chosen, strict=True)
         )
         peak = max(self._value(row, found) for row in self._peak_rows)
-        return Choice(options, found.objective, round(peak * _MIB), bound_seconds, found.is_optimal)
+        return Choice(options, found.objective, math.ceil(peak * _MIB))
+
+    def _promising_for(self, layers: Sequence[int], relaxed: Solution) -> frozenset[int]:
+        variables = {index: [self._chosen[layer][index] for layer in layers] for index in self._chosen[layers[0]]}
+        taken = {index for index, each in variables.items() if max(relaxed.values[each]) > 0}
+        near = sorted(variables.keys() - taken, key=lambda index: (min(relaxed.reduced[variables[index]]), index))
+        return frozenset(taken.union(near[:_NEAR]))
 
     def _value(self, row: int, found: Solution) -> float:
         coefficients, _, high = self.program.rows[row]
@@ -135,13 +213,21 @@ class _Layout:
         for chosen in self._chosen:
             self.program.row(dict.fromkeys(chosen.values(), 1.0), low=1.0, high=1.0)
         held = self._hold()
-        tiers = [tier for tier in self._links if any(o.swapped_bytes.get(tier) for each in self._options for o in each)]
-        leaving = {tier: self._leave(tier) for tier in tiers}
-        for tier in tiers:
-            self._come_back(tier)
-            self._cap(tier)
+        used = {tier for options in self._options for option in options for tier in option.swapped_bytes}
+        self._away = {tier: self._totals(partial(_mib_to, tier)) for tier in self._conditions.links if tier in used}
+        leaving = [self._leave(tier) for tier in self._away]
+        if self._away:
+            self._come_back()
+        self._cap()
         self._limit_forward(held, leaving)
-        self._limit_backward(held, tiers)
+        self._limit_backward(held)
+
+    def _totals(self, figure: Callable[[Option], float]) -> list[int]:
+        """Variables for a figure of each layer."""
+        totals = [self.program.variable() for _ in range(self._num_layers)]
+        for layer, total in enumerate(totals):
+            self.program.row({**self._sum(layer, figure), total: -1.0}, low=0.0, high=0.0)
+        return totals
 
     def _hold(self) -> list[int]:
         """Variables for what layers before each hold, and at the end all of them."""
@@ -153,63 +239,66 @@ class _Layout:
         return held
 
     def _leave(self, tier: Tier) -> list[int]:
-        """Variables for what is on its way out when each layer's forward begins, and at the end."""
-        limit = self._simulator.conditions.in_flight_limit / _MIB
-        rate = self._links[tier].out_bytes_per_second / _MIB
+        """Variables for what is on its way out when each layer's forward begins, and at the end. A copy that is under
+        way when the link is busy stands as a whole, which only the simulation knows."""
+        link = self._conditions.links[tier]
+        limit = self._conditions.in_flight_limit / _MIB
+        rate = link.out_bytes_per_second / _MIB / (1.0 - min(link.slowdown, 0.5))
         leaving = [self.program.variable(high=0.0)]
-        for layer in range(self._num_layers):
+        for layer, away in enumerate(self._away[tier]):
             leaving.append(self.program.variable(high=limit))
-            swapped = self._sum(layer, lambda option: option.swapped_bytes.get(tier, 0) / _MIB)
-            self.program.row({**swapped, leaving[-1]: -1.0}, high=0.0)
-            drained = rate * self._base[layer].forward_seconds
-            self.program.row({**swapped, leaving[layer]: 1.0, leaving[-1]: -1.0}, high=drained)
+            seconds = max(option.course.forward_seconds for option in self._options[layer])
+            seconds += self._around.forward_gaps[layer + 1].seconds if layer + 1 < self._num_layers else 0.0
+            self.program.row({away: 1.0, leaving[layer]: 1.0, leaving[-1]: -1.0}, high=rate * seconds)
+            if self._careful and layer >= self._num_layers - _LATE:
+                late = self._sum(layer, lambda option: option.late_bytes(tier, link.out_bytes_per_second) / _MIB)
+                self.program.row({**late, leaving[-1]: -1.0}, high=0.0)
         return leaving
 
-    def _come_back(self, tier: Tier) -> None:
-        """Seconds that layers wait for what they swapped: it starts when the backward pass begins `prefetch` layers
-        behind, and all that is asked for between has to come over the same link."""
-        rate = self._links[tier].in_bytes_per_second / _MIB
-        last, prefetch = self._num_layers - 1, self._simulator.conditions.prefetch
-        waits = [self.program.variable(self._second_price) for _ in range(self._num_layers)]
-        for layer in range(self._num_layers):
-            for first in range(layer, min(layer + _REACH, self._num_layers)):
-                row: dict[int, float] = defaultdict(float)
-                given = 0.0
-                for asked in range(layer, first + 1):
-                    for variable, size in self._sum(asked, lambda o: o.swapped_bytes.get(tier, 0) / _MIB).items():
-                        row[variable] += size / rate
-                for passed in range(layer + 1, min(first + prefetch, last) + 1):
-                    given += self._base[passed].backward_seconds
-                    for variable, more in self._sum(passed, lambda o: o.course.replay_seconds).items():
-                        row[variable] -= more
-                    row[waits[passed]] -= 1.0
-                row[waits[layer]] -= 1.0
-                self.program.row(row, high=given)
+    def _come_back(self) -> None:
+        """Seconds that layers wait for what they swapped. It is asked for when the backward pass begins `prefetch`
+        layers behind, and comes in that order."""
+        takes = self._totals(lambda option: option.course.backward_seconds)
+        waits = [self.program.variable(self._second_price) for _ in takes]
+        for tier, away in self._away.items():
+            link = self._conditions.links[tier]
+            rate = link.in_bytes_per_second / _MIB / (1.0 - min(link.slowdown, 0.5))
+            coming = self.program.variable(high=0.0)
+            for layer in reversed(range(self._num_layers)):
+                ahead = away[max(layer - self._conditions.prefetch, 0) : layer]
+                is_first = layer == self._num_layers - 1
+                asked = [*ahead, away[layer]] if is_first else ahead[: layer >= self._conditions.prefetch]
+                row = {coming: 1.0, waits[layer]: -rate, **dict.fromkeys(asked, 1.0)}
+                own = {**row, **{each: row.get(each, 0.0) - 1.0 for each in ahead}}
+                self.program.row(own if self._careful else {**own, takes[layer]: -rate}, high=0.0)
+                coming = self.program.variable()
+                between = rate * self._around.backward_gaps[layer].seconds
+                self.program.row({**row, takes[layer]: -rate, coming: -1.0}, high=between)
 
-    def _cap(self, tier: Tier) -> None:
-        if tier in self._solver.limits:
-            row: dict[int, float] = {}
-            for layer in range(self._num_layers):
-                row |= self._sum(layer, lambda option: option.swapped_bytes.get(tier, 0) / _MIB)
-            self.program.row(row, high=self._solver.limits[tier] / _MIB / self._solver.calls_in_flight)
+    def _cap(self) -> None:
+        for tier, away in self._away.items():
+            if tier in self._solver.limits:
+                limit = self._solver.limits[tier] / _MIB / self._solver.calls_in_flight
+                self.program.row(dict.fromkeys(away, 1.0), high=limit)
 
-    def _limit_forward(self, held: list[int], leaving: Mapping[Tier, list[int]]) -> None:
+    def _limit_forward(self, held: list[int], leaving: Sequence[list[int]]) -> None:
         for layer in range(self._num_layers):
             row = self._sum(layer, lambda option: option.course.forward_peak_bytes / _MIB)
-            row |= {held[layer]: 1.0, **{each[layer]: 1.0 for each in leaving.values()}}
-            self._limit(row, held, self._around.forward_bytes[layer])
-        ends = {held[-1]: 1.0, **{each[-1]: 1.0 for each in leaving.values()}}
+            if self._careful:
+                row |= {each[layer]: 1.0 for each in leaving}
+            else:
+                row |= {away[layer]: -1.0 for away in self._away.values()}
+            self._limit({**row, held[layer]: 1.0}, held, self._around.forward_bytes[layer])
+        ends = {held[-1]: 1.0, **{each[-1]: 1.0 for each in leaving}}
         for gap in (self._around.forward_gaps[-1], self._around.backward_gaps[-1]):
             self._limit(ends, held, gap.peak_bytes)
 
-    def _limit_backward(self, held: list[int], tiers: Sequence[Tier]) -> None:
-        prefetch = self._simulator.conditions.prefetch
+    def _limit_backward(self, held: list[int]) -> None:
         for layer in range(self._num_layers):
             row = self._sum(layer, lambda option: option.course.backward_peak_bytes / _MIB)
-            row[held[layer]] = 1.0
-            for ahead in range(max(layer - prefetch, 0), layer) if tiers else ():
-                row |= self._sum(ahead, lambda option: sum(option.swapped_bytes.values()) / _MIB)
-            self._limit(row, held, self._around.backward_bytes[layer])
+            for away in self._away.values():
+                row |= dict.fromkeys(away[max(layer - self._conditions.prefetch, 0) : layer], 1.0)
+            self._limit({**row, held[layer]: 1.0}, held, self._around.backward_bytes[layer])
             self._limit({held[layer]: 1.0}, held, self._around.backward_gaps[layer].peak_bytes)
 
     def _limit(self, row: Mapping[int, float], held: list[int], around_bytes: int) -> None:
@@ -228,3 +317,7 @@ class _Layout:
             if value:
                 row[variable] = value
         return row
+
+
+def _mib_to(tier: Tier, option: Option) -> float:
+    return option.swapped_bytes.get(tier, 0) / _MIB
