@@ -43,6 +43,8 @@ SHARES = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1)
 EVERY_SECOND = Plan("every second layer", (Rule(".*", Action.RECOMPUTE, tuple(range(0, LAYERS, 2))),))
 _SAME_TIME = 0.05  # plans whose measured times differ by less have no order
 _MEMORY = MemoryConfig(min_swap_bytes=2**18)
+_TO_DISK = {"accuracy": True, "dominance": False}
+"""Whether plans may swap: on the CPU to the disk, where a budget holds only while the writes keep up."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +82,21 @@ class Duel:
     quartiles: tuple[float, float]
 
 
-def run_of(model: ModelConfig) -> RunConfig:
+def run_of(model: ModelConfig, *, to_disk: bool) -> RunConfig:
     """A run of one sequence on the CPU."""
     return RunConfig(
         model=model,
         data=DataConfig(path=["none"], sequence_length=LENGTH),
         train=TrainConfig(device="cpu", micro_batch_size=1),
-        memory=_MEMORY,
+        memory=_MEMORY.model_copy(update={"tier": "disk" if to_disk else "auto"}),
     )
 
 
 class Bench:
     """One model on this machine, calibrated, with a planner for its step."""
 
-    def __init__(self, name: str) -> None:
-        run = run_of(MODELS[name])
+    def __init__(self, name: str, *, to_disk: bool) -> None:
+        run = run_of(MODELS[name], to_disk=to_disk)
         self.model, self.batch = model_and_batch(run)
         with tempfile.TemporaryDirectory() as directory:
             self.hardware: Hardware = calibrate(self.model.device, Path(directory), training_step(run))
@@ -234,7 +236,7 @@ def _report(name: str, rounds: int) -> None:
     console.print(f"$ python -m benchmarks.planned {name} --rounds {rounds}")
     data: dict[str, object] = {"machine": asdict(machine)}
     for model in MODELS:
-        bench = Bench(model)
+        bench = Bench(model, to_disk=_TO_DISK[name])
         console.print(f"\n{model}: {bench.hardware.note}")
         data[model] = [asdict(each) for each in _show[name](console, bench, rounds)]
     assert isinstance(console.file, io.StringIO)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from functools import cache
 
 from actmem.graph import RegionGraph
-from actmem.hardware import CostModel, Hardware, Level
+from actmem.hardware import CopyRates, CostModel, Hardware, Level
 from actmem.planning.course import Costs
 from actmem.planning.plan import Tier
 from actmem.planning.simulator import Conditions, Link
+
+_SHARE_OF_DISK = 0.5
+"""Of the rate at which a disk writes, on a thread beside the computing."""
+_DISK_START_SECONDS = 1e-3
+"""Until that thread has taken a write up."""
 
 
 def conditions_on(
@@ -24,12 +29,17 @@ def conditions_on(
     link."""
     model = CostModel(hardware, level)
     known = {"host": model.link, "disk": model.disk}
-    links = {
-        tier: Link(rates.out_bytes_per_second, rates.in_bytes_per_second, hardware.copy_slowdown)
-        for tier in tiers
-        if (rates := known[tier]) is not None
-    }
+    links = {tier: _link(tier, rates, hardware.copy_slowdown) for tier in tiers if (rates := known[tier]) is not None}
     return Conditions(_costs(model), links, prefetch, in_flight_limit, gradients_stand)
+
+
+def _link(tier: Tier, rates: CopyRates, slowdown: float) -> Link:
+    """Nobody waits for a write to the disk, so a budget holds only if writes are as fast as was planned: they are taken
+    to be slow ones."""
+    out = rates.out_bytes_per_second
+    if tier == "disk":
+        return Link(_SHARE_OF_DISK * out, rates.in_bytes_per_second, slowdown, _DISK_START_SECONDS)
+    return Link(out, rates.in_bytes_per_second, slowdown)
 
 
 def _costs(model: CostModel) -> Costs:

@@ -107,6 +107,11 @@ class Planner:
         calls_in_flight: int = 1,
         fingerprint: Fingerprint | None = None,
     ) -> None:
+        if graph.step is None:
+            raise PlanError(
+                "only the layers' forward passes were traced; a plan for a budget needs the whole step, as "
+                "actmem.trace gives it"
+            )
         self.graph = graph
         self.simulator = Simulator(graph, conditions)
         self._limits = dict(limits or {})

@@ -22,11 +22,13 @@ from actmem.planning.surroundings import GapCourse, Outlasting, Surroundings, st
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bytes per second to a tier and back, and by how many seconds computing is held up for each second of copying."""
+    """Bytes per second to a tier and back, by how many seconds computing is held up for each second of copying, and the
+    seconds that go by before a copy out begins."""
 
     out_bytes_per_second: float
     in_bytes_per_second: float
     slowdown: float = 0.0
+    start_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,7 @@ class _Step:
         rate = link.out_bytes_per_second if direction == "out" else link.in_bytes_per_second
         seconds = away.swap.num_bytes / rate
         begun = max(self._now, self._links_free[away.tier, direction])
+        begun += link.start_seconds if direction == "out" else 0.0
         self._links_free[away.tier, direction] = begun + seconds
         self._now += seconds * link.slowdown
         self._exposed += seconds * link.slowdown

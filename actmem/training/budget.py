@@ -103,10 +103,11 @@ def _is_here(config: RunConfig) -> bool:
 
 
 def _tiers(config: RunConfig, hardware: Hardware, here: bool) -> tuple[Tier, ...]:
-    """Where swapped values may go. A profile without a link to the host is that of a CPU, whose tier is the disk."""
-    if here:
-        return usual_tiers(config.memory, choose_device(config.train.device))
-    return usual_tiers(config.memory, torch.device("cpu" if hardware.link is None else "cuda"))
+    """Where swapped values may go. The disk has to be asked for: nothing waits for its writes, so that on a busy
+    machine a budget may not hold. A profile without a link to the host is that of a CPU, whose only tier it is."""
+    elsewhere = torch.device("cpu" if hardware.link is None else "cuda")
+    device = choose_device(config.train.device) if here else elsewhere
+    return () if device.type == "cpu" and config.memory.tier == "auto" else usual_tiers(config.memory, device)
 
 
 def _limits(memory: MemoryConfig, tiers: tuple[Tier, ...], here: bool) -> dict[Tier, int]:

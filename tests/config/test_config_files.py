@@ -9,6 +9,7 @@ import pytest
 
 from actmem.config.loading import load_config
 from actmem.config.rules import idle_settings
+from actmem.config.schema import PRESET_NAMES
 from actmem.errors import ConfigError, Fault
 
 REPOSITORY = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def only_fault(path: Path) -> Fault:
 def test_the_configs_of_the_repository_are_sound(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     config = load_config(path)
-    assert config.model.name in ("qwen3-tiny", "qwen3-moe-tiny")
+    assert config.model.name in PRESET_NAMES
     assert all(any(REPOSITORY.glob(pattern)) for pattern in config.data.path)
     assert idle_settings(config) == ()
 
