@@ -76,6 +76,21 @@ class Option:
                 late += swap.num_bytes if free > ends[-1] else 0
         return late
 
+    def grace_bytes(self, tier: Tier, bytes_per_second: float) -> float:
+        """Bytes that may still be missing when the layer's backward pass begins, so that nothing has to be waited for:
+        what was made last comes back first, and the rest comes over the link meanwhile."""
+        starts = [0.0, *accumulate(each.seconds for each in self.course.backward)]
+        grace, missing = math.inf, self.swapped_bytes.get(tier, 0)
+        for swap in reversed(self.course.swaps):
+            if self.plan.tiers[swap.storage] == tier:
+                missing -= swap.num_bytes
+                grace = min(grace, starts[swap.needed] * bytes_per_second + missing)
+        return 0.0 if grace == math.inf else grace
+
+    def largest_copy(self, tier: Tier) -> int:
+        """Bytes of the largest storage that goes to a tier."""
+        return max((swap.num_bytes for swap in self.course.swaps if self.plan.tiers[swap.storage] == tier), default=0)
+
     def beats(self, other: Option) -> bool:
         """Whether it is nowhere worse."""
         mine, theirs = self.figures, other.figures

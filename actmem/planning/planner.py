@@ -25,11 +25,13 @@ from actmem.planning.options import Option, OptionMaker
 from actmem.planning.plan import Fingerprint, Plan, Rule, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
 from actmem.planning.simulator import Conditions, LayerPlan, Simulation, Simulator
-from actmem.planning.solver import Bound, Choice, Solver
+from actmem.planning.solver import Choice, Solver
 from actmem.units import format_bytes
 
 _BUDGETS = "bytes such as '60GiB', a share of the activations such as 0.4 or '40%', or auto"
-_ROUNDS = 4
+_ROUNDS = 6
+_STRIDE = 1.5
+"""What is too much or too little changes the next budget by so many times as much."""
 _UNUSED = 0.001
 """Share of a budget that is not worth another round."""
 
@@ -182,7 +184,7 @@ class Planner:
             read = memory_bytes
         return self.plan(read)
 
-    def plan(self, budget_bytes: int, *, name: str | None = None, seconds: float = 5.0) -> Planned:
+    def plan(self, budget_bytes: int, *, name: str | None = None, seconds: float = 20.0) -> Planned:
         """The fastest plan whose simulated peak is within the budget.
 
         The search takes about `seconds`; what it has found by then is taken. Raises `PlanError` for a budget that no
@@ -192,7 +194,7 @@ class Planner:
         if budget_bytes >= self.unplanned.peak_bytes:
             return self._unplanned(budget_bytes, name)
         bound = self._solver.bound(budget_bytes)
-        found = [*self._policies, *(self._search(budget_bytes, bound, seconds) if bound else ())]
+        found = [*self._policies, *(() if bound is None else self._search(budget_bytes, bound, seconds))]
         fitting = [each for each in found if each.simulation.peak_bytes <= budget_bytes] or [self._least]
         best = min(fitting, key=lambda each: each.simulation.seconds)
         if best.simulation.peak_bytes > budget_bytes:
@@ -228,36 +230,35 @@ class Planner:
     @cached_property
     def _least(self) -> _Found:
         smallest = self._solver.least_peak()
-        bound = self._solver.bound(smallest.peak_bytes)
-        faster = None if bound is None else self._solver.solve(smallest.peak_bytes, bound)
+        faster = self._solver.solve(smallest.peak_bytes)
         found = [*self._policies, *(self._played(choice) for choice in (smallest, faster) if choice is not None)]
         return min(found, key=lambda each: (each.simulation.peak_bytes, each.simulation.seconds))
 
-    def _search(self, budget_bytes: int, bound: Bound, seconds: float) -> Iterator[_Found]:
+    def _search(self, budget_bytes: int, bound: float, seconds: float) -> Iterator[_Found]:
         """Choices that the simulation takes closer and closer to the budget."""
         aim, too_much = budget_bytes, math.inf
         for _ in range(_ROUNDS):
-            choice = self._solver.solve(aim, bound, seconds=seconds)
+            choice = self._solver.solve(aim, target=bound, seconds=seconds)
             if choice is None:
                 return
             found = self._played(choice)
             yield found
             excess = found.simulation.peak_bytes - budget_bytes
-            above = found.simulation.seconds - self.unplanned.seconds - bound.added_seconds
+            above = found.simulation.seconds - self.unplanned.seconds - bound
             if excess <= 0 and (above <= self._solver.gap_seconds or -excess < _UNUSED * budget_bytes):
                 return
             if excess > 0:
                 too_much = min(too_much, aim)
-            aim = round(min(aim - excess, (aim + too_much) / 2))
+            aim = round(min(aim - _STRIDE * excess, (aim + too_much) / 2))
 
     def _played(self, choice: Choice) -> _Found:
         layers = tuple(option.plan for option in choice.options)
         rules = rules_of_options(choice.options, self.simulator.layers)
         return _Found(rules, layers, self.simulator.run(layers))
 
-    def _planned(self, found: _Found, name: str, budget_bytes: int, bound: Bound | None) -> Planned:
+    def _planned(self, found: _Found, name: str, budget_bytes: int, bound: float | None) -> Planned:
         plan = Plan(name, found.rules, self._fingerprint, prefetch=self.simulator.conditions.prefetch)
-        bound_seconds = self.unplanned.seconds + (bound.added_seconds if bound else 0.0)
+        bound_seconds = self.unplanned.seconds + (bound or 0.0)
         is_optimal = found.simulation.seconds <= bound_seconds + self._solver.gap_seconds
         return Planned(plan, budget_bytes, found.simulation, self.unplanned, bound_seconds, is_optimal, found.layers)
 

@@ -28,13 +28,11 @@ _GAP = 6e-4
 """Share of a step above the bound at which a choice is good enough."""
 _NEAR = 6
 """So many options that the relaxed solution leaves out, the nearest ones, are considered beside those that it takes."""
-_NODES = 40
+_NODES = 20
 """A search has mostly found by then what it is going to find."""
 _LAST = 12
 """So many layers can be left to a search at once."""
 _LEAST_PEAK_SECONDS = 10.0
-_LATE = 6
-"""Of so many layers, the last ones, it counts that their copies are late: what others send has left by the end."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +43,6 @@ class Choice:
     options: tuple[Option, ...]
     added_seconds: float
     peak_bytes: int
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Seconds that any choice within a budget adds to an unplanned step, and, for each layer, options that a choice
-    close to that can have."""
-
-    added_seconds: float
-    promising: tuple[frozenset[int], ...]
 
 
 class Solver:
@@ -83,17 +72,22 @@ class Solver:
         assert found is not None, "without a budget any choice will do"
         return layout.choice(found)
 
-    def bound(self, budget_bytes: int) -> Bound | None:
-        """What no choice whose peak is within the budget can undercut; ``None`` where there is no such choice."""
-        layout = _Layout(self, budget_bytes, careful=False)
-        relaxed = layout.program.solve(relaxed=True)
-        return None if relaxed is None else Bound(relaxed.objective, layout.promising(relaxed))
+    def bound(self, budget_bytes: int) -> float | None:
+        """Seconds that any choice whose peak is within the budget adds to an unplanned step; ``None`` where there is no
+        such choice."""
+        relaxed = _Layout(self, budget_bytes, careful=False).program.solve(relaxed=True)
+        return None if relaxed is None else relaxed.objective
 
-    def solve(self, budget_bytes: int, bound: Bound, *, seconds: float = 5.0) -> Choice | None:
-        """A choice whose peak is within the budget, of what the bound calls promising; ``None`` where none is found
-        within `seconds`."""
-        layout = _Layout(self, budget_bytes, bound.promising)
-        found = self._search(layout, bound.added_seconds + self.gap_seconds, time.monotonic() + seconds)
+    def solve(self, budget_bytes: int, *, target: float = 0.0, seconds: float = 20.0) -> Choice | None:
+        """A choice whose peak is within the budget, by less than `gap_seconds` above the best one or the `target` if it
+        can be; ``None`` where none is found within `seconds`."""
+        until = time.monotonic() + seconds
+        layout = _Layout(self, budget_bytes)
+        relaxed = layout.program.solve(relaxed=True, seconds=seconds)
+        if relaxed is None:
+            return None
+        layout = _Layout(self, budget_bytes, layout.promising(relaxed))
+        found = self._search(layout, max(target, relaxed.objective) + self.gap_seconds, until)
         return None if found is None else layout.choice(found)
 
     def _search(self, layout: _Layout, target: float, until: float) -> Solution | None:
@@ -215,9 +209,13 @@ class _Layout:
         held = self._hold()
         used = {tier for options in self._options for option in options for tier in option.swapped_bytes}
         self._away = {tier: self._totals(partial(_mib_to, tier)) for tier in self._conditions.links if tier in used}
-        leaving = [self._leave(tier) for tier in self._away]
+        leaving = []
         if self._away:
-            self._come_back()
+            forward = self._totals(lambda option: option.course.forward_seconds)
+            backward = self._totals(lambda option: option.course.backward_seconds)
+            leaving = [self._leave(tier, forward) for tier in self._away]
+            for tier in self._away:
+                self._come_back(tier, backward)
         self._cap()
         self._limit_forward(held, leaving)
         self._limit_backward(held)
@@ -238,42 +236,42 @@ class _Layout:
             self.program.row({**row, held[layer]: 1.0, held[layer + 1]: -1.0}, low=0.0, high=0.0)
         return held
 
-    def _leave(self, tier: Tier) -> list[int]:
-        """Variables for what is on its way out when each layer's forward begins, and at the end. A copy that is under
-        way when the link is busy stands as a whole, which only the simulation knows."""
+    def _leave(self, tier: Tier, takes: Sequence[int]) -> list[int]:
+        """Variables for what is on its way out when each layer's forward begins, and at the end, where a copy that is
+        under way is taken to be half done but stands as a whole. `takes` are the seconds that layers take."""
         link = self._conditions.links[tier]
         limit = self._conditions.in_flight_limit / _MIB
         rate = link.out_bytes_per_second / _MIB / (1.0 - min(link.slowdown, 0.5))
         leaving = [self.program.variable(high=0.0)]
         for layer, away in enumerate(self._away[tier]):
             leaving.append(self.program.variable(high=limit))
-            seconds = max(option.course.forward_seconds for option in self._options[layer])
-            seconds += self._around.forward_gaps[layer + 1].seconds if layer + 1 < self._num_layers else 0.0
-            self.program.row({away: 1.0, leaving[layer]: 1.0, leaving[-1]: -1.0}, high=rate * seconds)
-            if self._careful and layer >= self._num_layers - _LATE:
+            between = self._around.forward_gaps[layer + 1].seconds if layer + 1 < self._num_layers else 0.0
+            row = {away: 1.0, leaving[layer]: 1.0, leaving[-1]: -1.0, takes[layer]: -rate}
+            if self._careful and layer == self._num_layers - 1:
+                row |= self._sum(layer, lambda option: option.largest_copy(tier) / _MIB / 2)
+            self.program.row(row, high=rate * between)
+            if self._careful:
                 late = self._sum(layer, lambda option: option.late_bytes(tier, link.out_bytes_per_second) / _MIB)
                 self.program.row({**late, leaving[-1]: -1.0}, high=0.0)
         return leaving
 
-    def _come_back(self) -> None:
+    def _come_back(self, tier: Tier, takes: Sequence[int]) -> None:
         """Seconds that layers wait for what they swapped. It is asked for when the backward pass begins `prefetch`
-        layers behind, and comes in that order."""
-        takes = self._totals(lambda option: option.course.backward_seconds)
-        waits = [self.program.variable(self._second_price) for _ in takes]
-        for tier, away in self._away.items():
-            link = self._conditions.links[tier]
-            rate = link.in_bytes_per_second / _MIB / (1.0 - min(link.slowdown, 0.5))
-            coming = self.program.variable(high=0.0)
-            for layer in reversed(range(self._num_layers)):
-                ahead = away[max(layer - self._conditions.prefetch, 0) : layer]
-                is_first = layer == self._num_layers - 1
-                asked = [*ahead, away[layer]] if is_first else ahead[: layer >= self._conditions.prefetch]
-                row = {coming: 1.0, waits[layer]: -rate, **dict.fromkeys(asked, 1.0)}
-                own = {**row, **{each: row.get(each, 0.0) - 1.0 for each in ahead}}
-                self.program.row(own if self._careful else {**own, takes[layer]: -rate}, high=0.0)
-                coming = self.program.variable()
-                between = rate * self._around.backward_gaps[layer].seconds
-                self.program.row({**row, takes[layer]: -rate, coming: -1.0}, high=between)
+        layers behind, and comes in that order. `takes` are the seconds that layers take without waiting."""
+        link, away = self._conditions.links[tier], self._away[tier]
+        rate = link.in_bytes_per_second / _MIB / (1.0 - min(link.slowdown, 0.5))
+        coming = self.program.variable(high=0.0)
+        for layer in reversed(range(self._num_layers)):
+            wait = self.program.variable(self._second_price)
+            ahead = away[max(layer - self._conditions.prefetch, 0) : layer]
+            is_first = layer == self._num_layers - 1
+            asked = [*ahead, away[layer]] if is_first else ahead[: layer >= self._conditions.prefetch]
+            row = {coming: 1.0, wait: -rate, **dict.fromkeys(asked, 1.0)}
+            grace = self._sum(layer, lambda option: -option.grace_bytes(tier, link.in_bytes_per_second) / _MIB)
+            self.program.row({**row, **grace, **{each: row.get(each, 0.0) - 1.0 for each in ahead}}, high=0.0)
+            coming = self.program.variable()
+            between = rate * self._around.backward_gaps[layer].seconds
+            self.program.row({**row, takes[layer]: -rate, coming: -1.0}, high=between)
 
     def _cap(self) -> None:
         for tier, away in self._away.items():
