@@ -36,13 +36,13 @@ from actmem.training.traced import trace_step
 from benchmarks.machine import Machine
 from benchmarks.run import RESULTS, dense, moe
 
-LAYERS = 6
-MODELS: dict[str, ModelConfig] = {"dense": dense(512, LAYERS), "moe": moe(512, LAYERS)}
-LENGTH = 1024
+LAYERS = 4
+MODELS: dict[str, ModelConfig] = {"dense": dense(256, LAYERS), "moe": moe(256, LAYERS)}
+LENGTH = 512
 SHARES = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1)
 EVERY_SECOND = Plan("every second layer", (Rule(".*", Action.RECOMPUTE, tuple(range(0, LAYERS, 2))),))
 _SAME_TIME = 0.05  # plans whose measured times differ by less have no order
-_MEMORY = MemoryConfig(min_swap_bytes=2**18)
+_MEMORY = MemoryConfig(min_swap_bytes=2**17)
 _TO_DISK = {"accuracy": True, "dominance": False}
 """Whether plans may swap: on the CPU to the disk, where a budget holds only while the writes keep up."""
 
@@ -231,7 +231,7 @@ def _report(name: str, rounds: int) -> None:
     """Run one benchmark on all models and write its two files."""
     machine = Machine.here_and_now()
     console = Console(file=io.StringIO(), width=130, markup=False, highlight=False)
-    console.print(f"{LAYERS} layers, hidden 512, {LENGTH} tokens, float32; gradients standing; after a calibration")
+    console.print(f"{LAYERS} layers, hidden 256, {LENGTH} tokens, float32; gradients standing; after a calibration")
     console.print(f"{machine}; {machine.date}")
     console.print(f"$ python -m benchmarks.planned {name} --rounds {rounds}")
     data: dict[str, object] = {"machine": asdict(machine)}
