@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 from actmem.graph import COMMUNICATION, RegionGraph
 from actmem.planning.course import Course
@@ -26,6 +26,8 @@ from actmem.planning.simulator import LayerPlan, Simulator
 
 _MOST_OPTIONS = 48
 """Of one layer, before swapping."""
+_FEW = 600
+"""If there is no more to choose from, all of it is played through."""
 _MOST_TRIED = 500
 """How many are played through between the corners."""
 _MOST_SWAPPED = 10
@@ -68,7 +70,7 @@ class Option:
     def late_bytes(self, tier: Tier, bytes_per_second: float) -> int:
         """Bytes that are still on their way to a tier when the layer's forward pass is over, over a link that had
         nothing else to do."""
-        ends = list(accumulate(each.seconds for each in self.course.forward))
+        ends = list(accumulate(each.seconds for each in self.course.forward)) or [0.0]
         free, late = 0.0, 0
         for swap in self.course.swaps:
             if self.plan.tiers[swap.storage] == tier:
@@ -132,7 +134,25 @@ class OptionMaker:
     def options(self) -> list[Option]:
         """All that are worth it, those that swap included."""
         corners = self._corners()
-        return _unbeaten([*self._between(corners), *self._swapping(corners), *self._fixed()])
+        plain = self._all(()) or self._between(corners)
+        swapping = self._all(self._tiers) or [*self._swapping(corners), *self._fixed()]
+        return _unbeaten([*plain, *swapping])
+
+    def _all(self, tiers: tuple[Tier, ...]) -> list[Option]:
+        """Whatever can be done, with swaps to `tiers`, where that is not too much; else nothing."""
+        ways: dict[str, dict[Action | Tier, None]] = {}
+        for index, storage in enumerate(self.graph.storages):
+            if storage.kind != "parameter":
+                mine = ways.setdefault(path_of_storage(self.graph, index), {Action.SAVE: None})
+                mine |= {Action.RECOMPUTE: None} if index in self._paths else {}
+                mine |= dict.fromkeys(tiers) if self._may_leave(index) else {}
+        if math.prod(map(len, ways.values())) > _FEW:
+            return []
+        return [self._with_all(dict(zip(ways, taken, strict=True))) for taken in product(*ways.values())]
+
+    def _with_all(self, taken: dict[str, Action | Tier]) -> Option:
+        saved = frozenset(path for path, way in taken.items() if way is Action.SAVE)
+        return self._option(saved, tuple((path, way) for path, way in taken.items() if not isinstance(way, Action)))
 
     def _option(self, saved: frozenset[str], swapped: tuple[tuple[str, Tier], ...]) -> Option:
         """An option, with what it saves in vain left out."""

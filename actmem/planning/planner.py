@@ -29,7 +29,7 @@ from actmem.planning.solver import Choice, Solver
 from actmem.units import format_bytes
 
 _BUDGETS = "bytes such as '60GiB', a share of the activations such as 0.4 or '40%', or auto"
-_ROUNDS = 6
+_ROUNDS = 4
 _STRIDE = 1.5
 """What is too much or too little changes the next budget by so many times as much."""
 _UNUSED = 0.001
@@ -229,27 +229,37 @@ class Planner:
 
     @cached_property
     def _least(self) -> _Found:
-        smallest = self._solver.least_peak()
-        faster = self._solver.solve(smallest.peak_bytes)
-        found = [*self._policies, *(self._played(choice) for choice in (smallest, faster) if choice is not None)]
+        choices: list[Choice | None] = []
+        for careful in self._moods:
+            smallest = self._solver.least_peak(careful=careful)
+            choices += [smallest, self._solver.solve(smallest.peak_bytes, careful=careful)]
+        found = [*self._policies, *(self._played(choice) for choice in choices if choice is not None)]
         return min(found, key=lambda each: (each.simulation.peak_bytes, each.simulation.seconds))
 
     def _search(self, budget_bytes: int, bound: float, seconds: float) -> Iterator[_Found]:
-        """Choices that the simulation takes closer and closer to the budget."""
-        aim, too_much = budget_bytes, math.inf
-        for _ in range(_ROUNDS):
-            choice = self._solver.solve(aim, target=bound, seconds=seconds)
-            if choice is None:
-                return
-            found = self._played(choice)
-            yield found
-            excess = found.simulation.peak_bytes - budget_bytes
-            above = found.simulation.seconds - self.unplanned.seconds - bound
-            if excess <= 0 and (above <= self._solver.gap_seconds or -excess < _UNUSED * budget_bytes):
-                return
-            if excess > 0:
-                too_much = min(too_much, aim)
-            aim = round(min(aim - _STRIDE * excess, (aim + too_much) / 2))
+        """Choices that the simulation takes closer and closer to the budget, until one is good enough."""
+        for careful in self._moods:
+            aim, too_much = budget_bytes, math.inf
+            for _ in range(_ROUNDS):
+                choice = self._solver.solve(aim, target=bound, seconds=seconds, careful=careful)
+                if choice is None:
+                    break
+                found = self._played(choice)
+                yield found
+                excess = found.simulation.peak_bytes - budget_bytes
+                above = found.simulation.seconds - self.unplanned.seconds - bound
+                if excess <= 0 and above <= self._solver.gap_seconds:
+                    return
+                if -_UNUSED * budget_bytes < excess <= 0:
+                    break
+                if excess > 0:
+                    too_much = min(too_much, aim)
+                aim = round(min(aim - _STRIDE * excess, (aim + too_much) / 2))
+
+    @property
+    def _moods(self) -> tuple[bool, ...]:
+        """Whether the solver is careful: where something can be swapped, it is worth to try it both ways."""
+        return (True, False) if self._tiers else (True,)
 
     def _played(self, choice: Choice) -> _Found:
         layers = tuple(option.plan for option in choice.options)

@@ -3,10 +3,10 @@
 A mixed-integer program along the step, with HiGHS. Its rows say, layer by layer: what stands when the layer's forward
 and backward passes run, what copies have got away by then, and when they are back. Each option's figures, its working
 set in the backward pass included, come from playing it through, so that the program is linear and yet exact but for
-the copies. It takes those to flow evenly, and comes in two moods. The hopeful one lets them have whatever time there
-may be; relaxed, so that a layer may be a mixture of options, it bounds from below what any choice of them can reach.
-The careful one has what a layer makes last still on its way when the layer ends, and what a layer needs back when it
-begins; it makes the choice. Without swaps the two are one.
+the copies. It takes those to flow evenly, and comes in two moods. The hopeful one has them leave as soon as may be;
+relaxed, so that a layer may be a mixture of options, it bounds from below what any choice of them can reach. The
+careful one knows that what a layer makes last is still here when the layer ends, and is the better one to choose by.
+Without swaps the two are one.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Solver:
         layers_seconds = sum(course.forward_seconds + course.backward_seconds for course in base)
         self.gap_seconds = _GAP * (simulator.surroundings.seconds + layers_seconds)
 
-    def least_peak(self) -> Choice:
+    def least_peak(self, *, careful: bool = True) -> Choice:
         """The choice with the least peak, whatever time it takes."""
-        layout = _Layout(self, None)
+        layout = _Layout(self, None, careful=careful)
         found = layout.program.solve(gap=1.0, seconds=_LEAST_PEAK_SECONDS)
         assert found is not None, "without a budget any choice will do"
         return layout.choice(found)
@@ -78,15 +78,17 @@ class Solver:
         relaxed = _Layout(self, budget_bytes, careful=False).program.solve(relaxed=True)
         return None if relaxed is None else relaxed.objective
 
-    def solve(self, budget_bytes: int, *, target: float = 0.0, seconds: float = 20.0) -> Choice | None:
+    def solve(
+        self, budget_bytes: int, *, target: float = 0.0, seconds: float = 20.0, careful: bool = True
+    ) -> Choice | None:
         """A choice whose peak is within the budget, by less than `gap_seconds` above the best one or the `target` if it
         can be; ``None`` where none is found within `seconds`."""
         until = time.monotonic() + seconds
-        layout = _Layout(self, budget_bytes)
+        layout = _Layout(self, budget_bytes, careful=careful)
         relaxed = layout.program.solve(relaxed=True, seconds=seconds)
         if relaxed is None:
             return None
-        layout = _Layout(self, budget_bytes, layout.promising(relaxed))
+        layout = _Layout(self, budget_bytes, layout.promising(relaxed), careful=careful)
         found = self._search(layout, max(target, relaxed.objective) + self.gap_seconds, until)
         return None if found is None else layout.choice(found)
 
@@ -213,9 +215,10 @@ class _Layout:
         if self._away:
             forward = self._totals(lambda option: option.course.forward_seconds)
             backward = self._totals(lambda option: option.course.backward_seconds)
+            waits = [self.program.variable(self._second_price) for _ in backward]
             leaving = [self._leave(tier, forward) for tier in self._away]
-            for tier in self._away:
-                self._come_back(tier, backward)
+            for tier, each in zip(self._away, leaving, strict=True):
+                self._come_back(tier, waits, backward, each[-1])
         self._cap()
         self._limit_forward(held, leaving)
         self._limit_backward(held)
@@ -255,23 +258,35 @@ class _Layout:
                 self.program.row({**late, leaving[-1]: -1.0}, high=0.0)
         return leaving
 
-    def _come_back(self, tier: Tier, takes: Sequence[int]) -> None:
-        """Seconds that layers wait for what they swapped. It is asked for when the backward pass begins `prefetch`
-        layers behind, and comes in that order. `takes` are the seconds that layers take without waiting."""
+    def _come_back(self, tier: Tier, waits: Sequence[int], takes: Sequence[int], on_the_way: int) -> None:
+        """What layers wait for what they swapped. It is asked for when the backward pass begins `prefetch` layers
+        behind, and comes in that order. `takes` are the seconds that layers take without waiting, and `on_the_way` is
+        what is still leaving when the forward pass is over: some of that may never leave."""
         link, away = self._conditions.links[tier], self._away[tier]
         rate = link.in_bytes_per_second / _MIB / (1.0 - min(link.slowdown, 0.5))
+        back = away if self._careful else self._part_of(away, all_but=on_the_way)
         coming = self.program.variable(high=0.0)
         for layer in reversed(range(self._num_layers)):
-            wait = self.program.variable(self._second_price)
-            ahead = away[max(layer - self._conditions.prefetch, 0) : layer]
+            ahead = range(max(layer - self._conditions.prefetch, 0), layer)
             is_first = layer == self._num_layers - 1
-            asked = [*ahead, away[layer]] if is_first else ahead[: layer >= self._conditions.prefetch]
-            row = {coming: 1.0, wait: -rate, **dict.fromkeys(asked, 1.0)}
+            asked = [*ahead, layer] if is_first else ahead[: layer >= self._conditions.prefetch]
+            row = {coming: 1.0, waits[layer]: -rate, **dict.fromkeys((back[each] for each in asked), 1.0)}
+            own = {**row, **{back[each]: row.get(back[each], 0.0) - 1.0 for each in ahead}}
             grace = self._sum(layer, lambda option: -option.grace_bytes(tier, link.in_bytes_per_second) / _MIB)
-            self.program.row({**row, **grace, **{each: row.get(each, 0.0) - 1.0 for each in ahead}}, high=0.0)
+            if not self._careful:
+                own |= {back[layer]: own.get(back[layer], 0.0) + 1.0, away[layer]: -1.0}
+            self.program.row({**own, **grace}, high=0.0)
             coming = self.program.variable()
             between = rate * self._around.backward_gaps[layer].seconds
             self.program.row({**row, takes[layer]: -rate, coming: -1.0}, high=between)
+
+    def _part_of(self, totals: Sequence[int], *, all_but: int) -> list[int]:
+        """Variables for parts of some others that together lack no more than yet another one."""
+        parts = [self.program.variable() for _ in totals]
+        for part, total in zip(parts, totals, strict=True):
+            self.program.row({part: 1.0, total: -1.0}, high=0.0)
+        self.program.row({**dict.fromkeys(totals, 1.0), **dict.fromkeys(parts, -1.0), all_but: -1.0}, high=0.0)
+        return parts
 
     def _cap(self) -> None:
         for tier, away in self._away.items():
