@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from small_graphs import conditions, everything, steps
 
 from actmem.errors import PlanError
 from actmem.graph import Graph
 from actmem.planning.planner import Planner
-from small_graphs import conditions, everything, steps
 
 GAP = 1e-3  # of a step: what the search may leave on the table, and a little for rounding
 
