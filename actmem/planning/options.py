@@ -11,7 +11,7 @@ of the simulation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, product
@@ -20,7 +20,7 @@ from actmem.graph import COMMUNICATION, RegionGraph
 from actmem.planning.course import Course
 from actmem.planning.fates import Fates, fates_under, path_of_storage, resolve
 from actmem.planning.min_cut import cheapest
-from actmem.planning.plan import TIERS, Action, RuleSet, Tier
+from actmem.planning.plan import Action, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
 from actmem.planning.simulator import LayerPlan, Simulator
 
@@ -67,6 +67,11 @@ class Option:
         """What becomes of each storage."""
         return self.plan.fates
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for options that do the same."""
+        return self.fates.key, frozenset(self.plan.tiers.items())
+
     def late_bytes(self, tier: Tier, bytes_per_second: float) -> int:
         """Bytes that are still on their way to a tier when the layer's forward pass is over, over a link that had
         nothing else to do."""
@@ -94,21 +99,15 @@ class Option:
         return max((swap.num_bytes for swap in self.course.swaps if self.plan.tiers[swap.storage] == tier), default=0)
 
     def beats(self, other: Option) -> bool:
-        """Whether it is nowhere worse."""
+        """Whether it is nowhere worse, for options that swap nothing."""
         mine, theirs = self.figures, other.figures
         return all(a <= b for a, b in zip(mine, theirs, strict=True))
 
     @cached_property
     def figures(self) -> tuple[float, ...]:
         """What it costs, in each respect."""
-        course, away = self.course, self.swapped_bytes
-        return (
-            self.seconds,
-            course.held_bytes,
-            course.backward_peak_bytes,
-            course.forward_peak_bytes,
-            *(away.get(tier, 0) for tier in TIERS),
-        )
+        course = self.course
+        return self.seconds, course.held_bytes, course.backward_peak_bytes, course.forward_peak_bytes
 
 
 class OptionMaker:
@@ -136,7 +135,7 @@ class OptionMaker:
         corners = self._corners()
         plain = self._all(()) or self._between(corners)
         swapping = self._all(self._tiers) or [*self._swapping(corners), *self._fixed()]
-        return _unbeaten([*plain, *swapping])
+        return list({option.key: option for option in [*plain, *swapping]}.values())
 
     def _all(self, tiers: tuple[Tier, ...]) -> list[Option]:
         """Whatever can be done, with swaps to `tiers`, where that is not too much; else nothing."""

@@ -25,7 +25,7 @@ from actmem.planning.options import Option, OptionMaker
 from actmem.planning.plan import Fingerprint, Plan, Rule, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
 from actmem.planning.simulator import Conditions, LayerPlan, Simulation, Simulator
-from actmem.planning.solver import Choice, Solver
+from actmem.planning.solver import Choice, Mood, Solver
 from actmem.units import format_bytes
 
 _BUDGETS = "bytes such as '60GiB', a share of the activations such as 0.4 or '40%', or auto"
@@ -230,18 +230,18 @@ class Planner:
     @cached_property
     def _least(self) -> _Found:
         choices: list[Choice | None] = []
-        for careful in self._moods:
-            smallest = self._solver.least_peak(careful=careful)
-            choices += [smallest, self._solver.solve(smallest.peak_bytes, careful=careful)]
+        for mood in self._moods:
+            smallest = self._solver.least_peak(mood=mood)
+            choices += [smallest, self._solver.solve(smallest.peak_bytes, mood=mood)]
         found = [*self._policies, *(self._played(choice) for choice in choices if choice is not None)]
         return min(found, key=lambda each: (each.simulation.peak_bytes, each.simulation.seconds))
 
     def _search(self, budget_bytes: int, bound: float, seconds: float) -> Iterator[_Found]:
         """Choices that the simulation takes closer and closer to the budget, until one is good enough."""
-        for careful in self._moods:
+        for mood in self._moods:
             aim, too_much = budget_bytes, math.inf
             for _ in range(_ROUNDS):
-                choice = self._solver.solve(aim, target=bound, seconds=seconds, careful=careful)
+                choice = self._solver.solve(aim, target=bound, seconds=seconds, mood=mood)
                 if choice is None:
                     break
                 found = self._played(choice)
@@ -257,9 +257,9 @@ class Planner:
                 aim = round(min(aim - _STRIDE * excess, (aim + too_much) / 2))
 
     @property
-    def _moods(self) -> tuple[bool, ...]:
-        """Whether the solver is careful: where something can be swapped, it is worth to try it both ways."""
-        return (True, False) if self._tiers else (True,)
+    def _moods(self) -> tuple[Mood, ...]:
+        """How to solve; where copies make the program inexact, in more than one way."""
+        return ("careful", "hopeful", "plain") if self._tiers else ("plain",)
 
     def _played(self, choice: Choice) -> _Found:
         layers = tuple(option.plan for option in choice.options)

@@ -3,10 +3,10 @@
 A mixed-integer program along the step, with HiGHS. Its rows say, layer by layer: what stands when the layer's forward
 and backward passes run, what copies have got away by then, and when they are back. Each option's figures, its working
 set in the backward pass included, come from playing it through, so that the program is linear and yet exact but for
-the copies. It takes those to flow evenly, and comes in two moods. The hopeful one has them leave as soon as may be;
+the copies. It takes those to flow evenly, and comes in several moods. The hopeful one has them leave as soon as may be;
 relaxed, so that a layer may be a mixture of options, it bounds from below what any choice of them can reach. The
 careful one knows that what a layer makes last is still here when the layer ends, and is the better one to choose by.
-Without swaps the two are one.
+The plain one swaps nothing, and is exact.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from actmem.planning.options import Option
 from actmem.planning.plan import Tier
@@ -26,13 +27,15 @@ from actmem.planning.simulator import Simulator
 _MIB = 2**20
 _GAP = 6e-4
 """Share of a step above the bound at which a choice is good enough."""
-_NEAR = 6
+_NEAR = 10
 """So many options that the relaxed solution leaves out, the nearest ones, are considered beside those that it takes."""
 _NODES = 20
 """A search has mostly found by then what it is going to find."""
 _LAST = 12
 """So many layers can be left to a search at once."""
 _LEAST_PEAK_SECONDS = 10.0
+
+Mood = Literal["careful", "hopeful", "plain"]
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ class Solver:
         layers_seconds = sum(course.forward_seconds + course.backward_seconds for course in base)
         self.gap_seconds = _GAP * (simulator.surroundings.seconds + layers_seconds)
 
-    def least_peak(self, *, careful: bool = True) -> Choice:
+    def least_peak(self, *, mood: Mood = "careful") -> Choice:
         """The choice with the least peak, whatever time it takes."""
-        layout = _Layout(self, None, careful=careful)
+        layout = _Layout(self, None, mood=mood)
         found = layout.program.solve(gap=1.0, seconds=_LEAST_PEAK_SECONDS)
         assert found is not None, "without a budget any choice will do"
         return layout.choice(found)
@@ -75,20 +78,20 @@ class Solver:
     def bound(self, budget_bytes: int) -> float | None:
         """Seconds that any choice whose peak is within the budget adds to an unplanned step; ``None`` where there is no
         such choice."""
-        relaxed = _Layout(self, budget_bytes, careful=False).program.solve(relaxed=True)
+        relaxed = _Layout(self, budget_bytes, mood="hopeful").program.solve(relaxed=True)
         return None if relaxed is None else relaxed.objective
 
     def solve(
-        self, budget_bytes: int, *, target: float = 0.0, seconds: float = 20.0, careful: bool = True
+        self, budget_bytes: int, *, target: float = 0.0, seconds: float = 20.0, mood: Mood = "careful"
     ) -> Choice | None:
         """A choice whose peak is within the budget, by less than `gap_seconds` above the best one or the `target` if it
         can be; ``None`` where none is found within `seconds`."""
         until = time.monotonic() + seconds
-        layout = _Layout(self, budget_bytes, careful=careful)
+        layout = _Layout(self, budget_bytes, mood=mood)
         relaxed = layout.program.solve(relaxed=True, seconds=seconds)
         if relaxed is None:
             return None
-        layout = _Layout(self, budget_bytes, layout.promising(relaxed), careful=careful)
+        layout = _Layout(self, budget_bytes, layout.promising(relaxed), mood=mood)
         found = self._search(layout, max(target, relaxed.objective) + self.gap_seconds, until)
         return None if found is None else layout.choice(found)
 
@@ -119,10 +122,10 @@ class _Layout:
         budget_bytes: int | None,
         among: Sequence[frozenset[int]] | None = None,
         *,
-        careful: bool = True,
+        mood: Mood = "careful",
     ) -> None:
         self._solver = solver
-        self._careful = careful
+        self._careful = mood == "careful"
         self._around = solver.simulator.surroundings
         self._conditions = solver.simulator.conditions
         self._options = solver.options
@@ -135,7 +138,7 @@ class _Layout:
             {
                 index: self.program.variable(self._second_price * option.seconds, high=1.0, whole=True)
                 for index, option in enumerate(options)
-                if among is None or index in among[layer]
+                if (among is None or index in among[layer]) and not (mood == "plain" and option.swapped_bytes)
             }
             for layer, options in enumerate(self._options)
         ]
@@ -209,7 +212,8 @@ class _Layout:
         for chosen in self._chosen:
             self.program.row(dict.fromkeys(chosen.values(), 1.0), low=1.0, high=1.0)
         held = self._hold()
-        used = {tier for options in self._options for option in options for tier in option.swapped_bytes}
+        named = (self._options[layer][index] for layer, each in enumerate(self._chosen) for index in each)
+        used = {tier for option in named for tier in option.swapped_bytes}
         self._away = {tier: self._totals(partial(_mib_to, tier)) for tier in self._conditions.links if tier in used}
         leaving = []
         if self._away:
