@@ -38,9 +38,9 @@ POLICIES = (
     "torch-sac",
     "torch-full",
 )
-YARDSTICKS = ("full", "selective", "torch-sac", "torch-full")
+YARDSTICKS = ("full", "selective", "torch-full")
 ROUNDS = 2
-NUM_BUDGETS = 8
+NUM_BUDGETS = 7
 SEQUENCE_LENGTH = 512
 # Large enough that activations outweigh all else, small enough for a laptop.
 SHAPE = {
