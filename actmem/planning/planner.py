@@ -95,8 +95,9 @@ class _Found:
 class Planner:
     """Plans for one traced step under one set of conditions; the layers' options are worked out once.
 
-    `limits` are the bytes that the tiers can take, `min_swap_bytes` the least that is worth a copy, and
-    `calls_in_flight` the micro-batches that a pipeline stage holds at once.
+    `limits` are the bytes that the tiers can take, `swap_to` those that a search may use (by default all that there are
+    links to), `min_swap_bytes` the least that is worth a copy, and `calls_in_flight` the micro-batches that a pipeline
+    stage holds at once. Raises `PlanError` for a graph without its step.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Planner:
         min_swap_bytes: int = 2**20,
         calls_in_flight: int = 1,
         fingerprint: Fingerprint | None = None,
+        swap_to: tuple[Tier, ...] | None = None,
     ) -> None:
         if graph.step is None:
             raise PlanError(
@@ -120,7 +122,7 @@ class Planner:
         self._min_swap_bytes = min_swap_bytes
         self._calls_in_flight = calls_in_flight
         self._fingerprint = fingerprint
-        self._tiers = tuple(conditions.links)
+        self._tiers = tuple(conditions.links) if swap_to is None else swap_to
 
     @cached_property
     def unplanned(self) -> Simulation:
@@ -282,9 +284,10 @@ class Planner:
         return rules_of_policy(self.graph, lambda _, region: POLICIES[policy](region))
 
     def _tier_of(self, rules: RuleSet, path: str) -> Tier:
-        if not self._tiers:
+        links = tuple(self.simulator.conditions.links)
+        if not links:
             raise PlanError(f"{path} is to be swapped, and the hardware profile has no link or disk to swap over")
-        return rules.tier_of(path) or self._tiers[0]
+        return rules.tier_of(path) or links[0]
 
     def _refuse(self, budget_bytes: int) -> NoReturn:
         least = self.least.simulation

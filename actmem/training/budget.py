@@ -60,13 +60,15 @@ def planner_of(
 ) -> Planner:
     """A planner for a traced step under the settings of a configuration, on `hardware` in place of what it names.
 
-    With `swaps`, values may go where ``memory.tier`` says. `gradients_stand`: parameters have gradients when a step
-    begins; by default that is so where the gradients of several micro-batches are added up. Raises `HardwareError` and
-    `ConfigError`.
+    With `swaps`, values may go where ``memory.tier`` says. On the CPU the disk has to be asked for: nothing waits for
+    its writes, so that on a busy machine a budget may not hold. `gradients_stand`: parameters have gradients when a
+    step begins; by default that is so where the gradients of several micro-batches are added up. Raises `HardwareError`
+    and `ConfigError`.
     """
     here = hardware is None and _is_here(config)
     hardware = hardware or hardware_of(config)
-    tiers = _tiers(config, hardware, here) if swaps else ()
+    device = _device(config, hardware, here)
+    tiers = usual_tiers(config.memory, device) if swaps else ()
     conditions = conditions_on(
         hardware,
         tiers=tiers,
@@ -80,6 +82,7 @@ def planner_of(
         limits=_limits(config.memory, tiers, here),
         min_swap_bytes=config.memory.min_swap_bytes,
         fingerprint=made_for,
+        swap_to=None if device.type != "cpu" or config.memory.tier == "disk" else (),
     )
 
 
@@ -102,12 +105,11 @@ def _is_here(config: RunConfig) -> bool:
     return config.hardware == "auto"
 
 
-def _tiers(config: RunConfig, hardware: Hardware, here: bool) -> tuple[Tier, ...]:
-    """Where swapped values may go. The disk has to be asked for: nothing waits for its writes, so that on a busy
-    machine a budget may not hold. A profile without a link to the host is that of a CPU, whose only tier it is."""
-    elsewhere = torch.device("cpu" if hardware.link is None else "cuda")
-    device = choose_device(config.train.device) if here else elsewhere
-    return () if device.type == "cpu" and config.memory.tier == "auto" else usual_tiers(config.memory, device)
+def _device(config: RunConfig, hardware: Hardware, here: bool) -> torch.device:
+    """The device of the run, or one of the kind of `hardware`: one without a link to the host is a CPU."""
+    if here:
+        return choose_device(config.train.device)
+    return torch.device("cpu" if hardware.link is None else "cuda")
 
 
 def _limits(memory: MemoryConfig, tiers: tuple[Tier, ...], here: bool) -> dict[Tier, int]:

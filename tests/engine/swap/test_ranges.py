@@ -167,7 +167,7 @@ def test_ranges_freed_by_other_threads() -> None:
     done = threading.Event()
 
     def free() -> None:
-        while taken or not done.is_set():
+        while not done.is_set() or taken:  # in this order: once it is set, nothing more is taken
             try:
                 ranges.free(taken.pop())
             except IndexError:
