@@ -38,7 +38,7 @@ POLICIES = (
     "torch-sac",
     "torch-full",
 )
-YARDSTICKS = ("full", "selective", "torch-full")
+YARDSTICKS = ("full",)
 ROUNDS = 2
 NUM_BUDGETS = 7
 SEQUENCE_LENGTH = 512
