@@ -31,6 +31,7 @@ from actmem.measuring.result import BenchResult
 from actmem.planning import Action, Plan, Rule
 from actmem.planning.planner import Planner
 from actmem.planning.simulator import Simulation
+from actmem.reporting.tables import plain_table
 from actmem.training.budget import planner_of
 from actmem.training.traced import trace_step
 from benchmarks.machine import Machine
@@ -181,9 +182,8 @@ def _named(planner: Planner, name: str, budget_bytes: int) -> Plan:
 
 def accuracy_table(predictions: Sequence[Prediction]) -> Table:
     """A row for each plan, and what they come to."""
-    table = Table(box=None, header_style="")
-    for heading in ("plan", "predicted MiB", "measured MiB", "ratio", "predicted ms", "measured ms", "ratio"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    heads = ("predicted\nMiB", "measured\nMiB", "ratio", "predicted\nms", "measured\nms", "ratio")
+    table = plain_table("plan", heads)
     for each in predictions:
         table.add_row(
             each.plan,
@@ -211,9 +211,7 @@ def accuracy_notes(predictions: Sequence[Prediction]) -> list[str]:
 
 def dominance_table(duels: Sequence[Duel]) -> Table:
     """A row for each duel."""
-    table = Table(box=None, header_style="")
-    for heading in ("against", "its MiB", "auto's MiB", "its ms", "auto's ms", "auto of its", "quartiles"):
-        table.add_column(heading, justify="left" if heading == "against" else "right")
+    table = plain_table("against", ("its\nMiB", "auto's\nMiB", "its\nms", "auto's\nms", "auto\nof its", "quartiles"))
     for each in duels:
         table.add_row(
             each.other,

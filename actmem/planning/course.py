@@ -42,13 +42,12 @@ class Costs:
 @dataclass(frozen=True, slots=True)
 class Slice:
     """One op of a course: its name, whether it is run again, its seconds, and the layer's own bytes that stand while it
-    runs. `index` is the op's in the graph, of its forward or backward pass."""
+    runs."""
 
     name: str
     again: bool
     seconds: float
     standing_bytes: int
-    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +159,7 @@ def _forward(fates: Fates, costs: Costs, leaving: frozenset[int]) -> tuple[tuple
         standing += sum(costs.rounded(graph.storages[each].num_bytes) for each in made[index])
         starts.update(dict.fromkeys(made[index], len(slices)))
         if not op.view:
-            slices.append(Slice(op.path, False, costs.op_seconds(graph, index) + waited, standing, index))
+            slices.append(Slice(op.path, False, costs.op_seconds(graph, index) + waited, standing))
             waited = 0.0
         standing -= sum(costs.rounded(graph.storages[each].num_bytes) for each in going[index])
     return tuple(slices), starts
@@ -216,14 +215,14 @@ class _Backward:
 
     def run(self) -> None:
         """All of it."""
-        for index, op in enumerate(self._graph.backward):
+        for op in self._graph.backward:
             for position in op.unpacks:
                 self._pick_up(self._graph.packed[position])
-            self._run_step_op(op, index)
+            self._run_step_op(op)
             for position in op.releases:
                 self._let(self._graph.packed[position])
 
-    def _run_step_op(self, op: StepOp, index: int) -> None:
+    def _run_step_op(self, op: StepOp) -> None:
         seconds = self._costs.step_op_seconds(op)
         self.standing += op.allocated_bytes
         freed = op.freed_bytes
@@ -231,7 +230,7 @@ class _Backward:
             seconds += op.gradient_bytes / self._costs.accumulate_bytes_per_second
             freed += op.gradient_bytes
         if seconds or op.allocated_bytes:
-            self.slices.append(Slice(op.name, False, seconds, self.standing, index))
+            self.slices.append(Slice(op.name, False, seconds, self.standing))
         self.standing -= freed
 
     def _pick_up(self, value: int) -> None:
@@ -281,7 +280,7 @@ class _Backward:
         self.standing += sum(map(self.bytes_of, fresh))
         seconds = self._costs.replay_seconds + (0.0 if op.view else self._costs.op_seconds(self._graph, index))
         if seconds:
-            self.slices.append(Slice(op.path, True, seconds, self.standing, index))
+            self.slices.append(Slice(op.path, True, seconds, self.standing))
         for value in op.outputs:
             if self._uses[value] and self._is_remade(self._graph.values[value].storage):
                 self._remade[self._graph.values[value].storage].add(value)

@@ -8,6 +8,7 @@ policies run along: what comes out is the fastest of all that fits.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,8 @@ _BUDGETS = "bytes such as '60GiB', a share of the activations such as 0.4 or '40
 _ROUNDS = 4
 _STRIDE = 1.5
 """What is too much or too little changes the next budget by so many times as much."""
+_LEAST_SECONDS = 10.0
+"""To find, of the plans with the least peak, a fast one."""
 _UNUSED = 0.001
 """Share of a budget that is not worth another round."""
 
@@ -96,8 +99,7 @@ class Planner:
     """Plans for one traced step under one set of conditions; the layers' options are worked out once.
 
     `limits` are the bytes that the tiers can take, `swap_to` those that a search may use (by default all that there are
-    links to), `min_swap_bytes` the least that is worth a copy, and `calls_in_flight` the micro-batches that a pipeline
-    stage holds at once. Raises `PlanError` for a graph without its step.
+    links to), and `min_swap_bytes` the least that is worth a copy. Raises `PlanError` for a graph without its step.
     """
 
     def __init__(
@@ -107,7 +109,6 @@ class Planner:
         *,
         limits: Mapping[Tier, int] | None = None,
         min_swap_bytes: int = 2**20,
-        calls_in_flight: int = 1,
         fingerprint: Fingerprint | None = None,
         swap_to: tuple[Tier, ...] | None = None,
     ) -> None:
@@ -120,7 +121,6 @@ class Planner:
         self.simulator = Simulator(graph, conditions)
         self._limits = dict(limits or {})
         self._min_swap_bytes = min_swap_bytes
-        self._calls_in_flight = calls_in_flight
         self._fingerprint = fingerprint
         self._tiers = tuple(conditions.links) if swap_to is None else swap_to
 
@@ -189,7 +189,7 @@ class Planner:
     def plan(self, budget_bytes: int, *, name: str | None = None, seconds: float = 20.0) -> Planned:
         """The fastest plan whose simulated peak is within the budget.
 
-        The search takes about `seconds`; what it has found by then is taken. Raises `PlanError` for a budget that no
+        After about `seconds` the search takes the best that it has found. Raises `PlanError` for a budget that no
         plan can meet, with what the least possible one is made of.
         """
         name = name or f"auto@{format_bytes(budget_bytes).replace(' ', '')}"
@@ -205,7 +205,7 @@ class Planner:
 
     @cached_property
     def _solver(self) -> Solver:
-        return Solver(self.simulator, self._options, limits=self._limits, calls_in_flight=self._calls_in_flight)
+        return Solver(self.simulator, self._options, limits=self._limits)
 
     @cached_property
     def _options(self) -> list[list[Option]]:
@@ -234,16 +234,18 @@ class Planner:
         choices: list[Choice | None] = []
         for mood in self._moods:
             smallest = self._solver.least_peak(mood=mood)
-            choices += [smallest, self._solver.solve(smallest.peak_bytes, mood=mood)]
+            until = time.monotonic() + _LEAST_SECONDS
+            choices += [smallest, self._solver.solve(smallest.peak_bytes, until=until, mood=mood)]
         found = [*self._policies, *(self._played(choice) for choice in choices if choice is not None)]
         return min(found, key=lambda each: (each.simulation.peak_bytes, each.simulation.seconds))
 
     def _search(self, budget_bytes: int, bound: float, seconds: float) -> Iterator[_Found]:
         """Choices that the simulation takes closer and closer to the budget, until one is good enough."""
+        until = time.monotonic() + seconds
         for mood in self._moods:
             aim, too_much = budget_bytes, math.inf
             for _ in range(_ROUNDS):
-                choice = self._solver.solve(aim, target=bound, seconds=seconds, mood=mood)
+                choice = self._solver.solve(aim, target=bound, until=until, mood=mood)
                 if choice is None:
                     break
                 found = self._played(choice)

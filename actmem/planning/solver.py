@@ -49,8 +49,7 @@ class Choice:
 
 
 class Solver:
-    """Chooses among `options` of each layer. `limits` are bytes that the tiers can take; `calls_in_flight` is how many
-    micro-batches have been through the forward pass at once, as in a pipeline."""
+    """Chooses among `options` of each layer. `limits` are bytes that the tiers can take."""
 
     def __init__(
         self,
@@ -58,12 +57,10 @@ class Solver:
         options: Sequence[Sequence[Option]],
         *,
         limits: Mapping[Tier, int],
-        calls_in_flight: int = 1,
     ) -> None:
         self.simulator = simulator
         self.options = options
         self.limits = limits
-        self.calls_in_flight = calls_in_flight
         base = (each[0].course for each in options)
         layers_seconds = sum(course.forward_seconds + course.backward_seconds for course in base)
         self.gap_seconds = _GAP * (simulator.surroundings.seconds + layers_seconds)
@@ -82,13 +79,12 @@ class Solver:
         return None if relaxed is None else relaxed.objective
 
     def solve(
-        self, budget_bytes: int, *, target: float = 0.0, seconds: float = 20.0, mood: Mood = "careful"
+        self, budget_bytes: int, *, target: float = 0.0, until: float = math.inf, mood: Mood = "careful"
     ) -> Choice | None:
         """A choice whose peak is within the budget, by less than `gap_seconds` above the best one or the `target` if it
-        can be; ``None`` where none is found within `seconds`."""
-        until = time.monotonic() + seconds
+        can be; ``None`` where none is found `until` then, by the monotonic clock."""
         layout = _Layout(self, budget_bytes, mood=mood)
-        relaxed = layout.program.solve(relaxed=True, seconds=seconds)
+        relaxed = layout.program.solve(relaxed=True, seconds=max(until - time.monotonic(), 0.0))
         if relaxed is None:
             return None
         layout = _Layout(self, budget_bytes, layout.promising(relaxed), mood=mood)
@@ -295,8 +291,7 @@ class _Layout:
     def _cap(self) -> None:
         for tier, away in self._away.items():
             if tier in self._solver.limits:
-                limit = self._solver.limits[tier] / _MIB / self._solver.calls_in_flight
-                self.program.row(dict.fromkeys(away, 1.0), high=limit)
+                self.program.row(dict.fromkeys(away, 1.0), high=self._solver.limits[tier] / _MIB)
 
     def _limit_forward(self, held: list[int], leaving: Sequence[list[int]]) -> None:
         for layer in range(self._num_layers):
@@ -305,26 +300,22 @@ class _Layout:
                 row |= {each[layer]: 1.0 for each in leaving}
             else:
                 row |= {away[layer]: -1.0 for away in self._away.values()}
-            self._limit({**row, held[layer]: 1.0}, held, self._around.forward_bytes[layer])
+            self._limit({**row, held[layer]: 1.0}, self._around.forward_bytes[layer])
         ends = {held[-1]: 1.0, **{each[-1]: 1.0 for each in leaving}}
         for gap in (self._around.forward_gaps[-1], self._around.backward_gaps[-1]):
-            self._limit(ends, held, gap.peak_bytes)
+            self._limit(ends, gap.peak_bytes)
 
     def _limit_backward(self, held: list[int]) -> None:
         for layer in range(self._num_layers):
             row = self._sum(layer, lambda option: option.course.backward_peak_bytes / _MIB)
             for away in self._away.values():
                 row |= dict.fromkeys(away[max(layer - self._conditions.prefetch, 0) : layer], 1.0)
-            self._limit({**row, held[layer]: 1.0}, held, self._around.backward_bytes[layer])
-            self._limit({held[layer]: 1.0}, held, self._around.backward_gaps[layer].peak_bytes)
+            self._limit({**row, held[layer]: 1.0}, self._around.backward_bytes[layer])
+            self._limit({held[layer]: 1.0}, self._around.backward_gaps[layer].peak_bytes)
 
-    def _limit(self, row: Mapping[int, float], held: list[int], around_bytes: int) -> None:
-        """What stands, with the other micro-batches in flight, is within the budget."""
-        row = dict(row)
-        if self._solver.calls_in_flight > 1:
-            row[held[-1]] = row.get(held[-1], 0.0) + self._solver.calls_in_flight - 1
-        row[self._peak] = -1.0
-        self._peak_rows.append(self.program.row(row, high=-around_bytes / _MIB))
+    def _limit(self, row: Mapping[int, float], around_bytes: int) -> None:
+        """What stands is within the budget."""
+        self._peak_rows.append(self.program.row({**row, self._peak: -1.0}, high=-around_bytes / _MIB))
 
     def _sum(self, layer: int, figure: Callable[[Option], float]) -> dict[int, float]:
         """The figure of the option that a layer takes, as a row."""

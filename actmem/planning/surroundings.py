@@ -22,14 +22,13 @@ class GapCourse:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Bytes that stand outside the layers' own memory when each layer's forward or backward pass begins, and the gaps.
-    `before_layer` of the backward pass holds the gradients that layers behind it have made."""
+    """Bytes that stand outside the layers' own memory when each layer's forward or backward pass begins, gradients that
+    layers behind it have made included, and the gaps."""
 
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
     forward_gaps: tuple[GapCourse, ...]
     backward_gaps: tuple[GapCourse, ...]
-    end_bytes: int
 
     @property
     def seconds(self) -> float:
@@ -91,7 +90,6 @@ class _Survey:
             tuple(reversed(backward_bytes)),
             tuple(forward_gaps),
             tuple(reversed(backward_gaps)),
-            self._standing,
         )
 
     def _note_escapes(self, layer: int) -> int:

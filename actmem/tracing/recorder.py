@@ -29,7 +29,8 @@ OWNED = -1
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """One op as it went by, with the numbers of the memories that it read and made; `moment` is one without a name."""
+    """One op as it went by, with the numbers of the memories that it read and made; without a name it is a moment
+    at which autograd only picks up or lets go."""
 
     name: str = ""
     signature: str = ""
@@ -101,7 +102,7 @@ class StepRecorder(DispatchMode):
 
     def begin_backward(self) -> None:
         """The forward pass, the loss included, is done."""
-        self._go_to(self._place(len(self._layers), in_layer=False, backward=True))
+        self._here = self._place(len(self._layers), in_layer=False, backward=True)
 
     def mark_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Note which memories have become gradients."""
@@ -117,9 +118,9 @@ class StepRecorder(DispatchMode):
     def in_layer(self, layer: int) -> Iterator[None]:
         """A layer's forward runs inside."""
         self.num_calls[layer] += 1
-        self._go_to(self._place(layer, in_layer=True, backward=False))
+        self._here = self._place(layer, in_layer=True, backward=False)
         yield
-        self._go_to(self._place(layer + 1, in_layer=False, backward=False))
+        self._here = self._place(layer + 1, in_layer=False, backward=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_QUESTION:
@@ -178,9 +179,6 @@ class StepRecorder(DispatchMode):
         place = Place(layer, in_layer, backward)
         return self.places.setdefault(place.key, place)
 
-    def _go_to(self, place: Place) -> None:
-        self._here = place
-
     def _pack(self, tensor: Tensor) -> _Saved:
         place = self._here
         if not place.in_layer:
@@ -196,7 +194,7 @@ class StepRecorder(DispatchMode):
 
     def _unpack(self, saved: _Saved) -> Tensor:
         place = saved.place
-        self._go_to(self._place(place.layer, in_layer=place.in_layer, backward=True))
+        self._here = self._place(place.layer, in_layer=place.in_layer, backward=True)
         if saved.position is not None:
             self._moment().unpacks.append(saved.position)
         return self._stand_in(saved) if saved.tensor is None else saved.tensor
