@@ -183,7 +183,7 @@ def _named(planner: Planner, name: str, budget_bytes: int) -> Plan:
 def accuracy_table(predictions: Sequence[Prediction]) -> Table:
     """A row for each plan, and what they come to."""
     heads = ("predicted\nMiB", "measured\nMiB", "ratio", "predicted\nms", "measured\nms", "ratio")
-    table = plain_table("plan", heads)
+    table = plain_table("plan", heads, ())
     for each in predictions:
         table.add_row(
             each.plan,
@@ -211,7 +211,9 @@ def accuracy_notes(predictions: Sequence[Prediction]) -> list[str]:
 
 def dominance_table(duels: Sequence[Duel]) -> Table:
     """A row for each duel."""
-    table = plain_table("against", ("its\nMiB", "auto's\nMiB", "its\nms", "auto's\nms", "auto\nof its", "quartiles"))
+    table = plain_table(
+        "against", ("its\nMiB", "auto's\nMiB", "its\nms", "auto's\nms", "auto\nof its", "quartiles"), ()
+    )
     for each in duels:
         table.add_row(
             each.other,

@@ -80,17 +80,16 @@ def _find(config: Path, overrides: Sequence[str]) -> Findings:
 
 def _look_at_layers(run: RunConfig, found: Findings) -> None:
     """Add what the layers of the model say to a sound configuration."""
-    from actmem.cli.planned import rules_of
+    from actmem.cli.planned import traced_rules
     from actmem.planning.matching import match_patterns
     from actmem.reporting.effect import effect_of
-    from actmem.training.traced import shapes_of, trace_run
+    from actmem.training.traced import shapes_of
 
     try:
         model = shapes_of(run)
         if run.policy in YARDSTICKS:
             return
-        source = rules_of(run, model)
-        graph, _ = trace_run(run, model)
+        source, graph = traced_rules(run, model)
         found.matches = match_patterns(run, graph)
         found.effect = effect_of(graph, source, min_swap_bytes=run.memory.min_swap_bytes)
         _look_at_tiers(run, source, graph, found)

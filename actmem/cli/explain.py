@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmem.cli.planned import refuse_yardsticks, rules_of
+from actmem.cli.planned import refuse_yardsticks, traced_rules
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -45,12 +45,11 @@ def explain(
     run = load_config(config, overrides or ())
     refuse_yardsticks(run)
     from actmem.reporting.explanation import explain_layers
-    from actmem.training.traced import shapes_of, trace_run, trace_step
+    from actmem.training.traced import shapes_of
 
     model = shapes_of(run)
-    source = rules_of(run, model)
     device = None if hardware is None else load_hardware(hardware)
-    graph, _ = trace_run(run, model) if device is None else trace_step(run, model)
+    source, graph = traced_rules(run, model, whole=device is not None)
     explanations = explain_layers(
         graph,
         source,

@@ -11,6 +11,7 @@ from actmem.errors import ConfigError, Fault
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from actmem.graph import Graph
     from actmem.runtime.engine import RuleSource
 
 YARDSTICKS = ("torch-full", "torch-sac")
@@ -23,16 +24,30 @@ def refuse_yardsticks(run: RunConfig) -> None:
         raise ConfigError([Fault("policy", "is torch's own way, which tells nothing of single ops", run.policy, ours)])
 
 
+def traced_rules(run: RunConfig, model: PreTrainedModel, *, whole: bool = False) -> tuple[RuleSource, Graph]:
+    """The rules that `run` gives the layers of `model`, on the meta device, and the graph of those layers; of the step
+    around them as well if it has to be `whole`, or if it was traced anyway to find the rules for a memory budget.
+
+    Raises what `rules_of` and tracing raise, and `PlanError` for a budget that cannot be met.
+    """
+    from actmem.runtime.apply import rule_source
+    from actmem.training.budget import plan_with, planner_of
+    from actmem.training.traced import trace_run, trace_step
+
+    if run.memory_budget is None:
+        source = rules_of(run, model)
+        return source, (trace_step if whole else trace_run)(run, model)[0]
+    graph, made_for = trace_step(run, model)
+    return rule_source(plan_with(planner_of(run, graph, made_for), run).plan), graph
+
+
 def rules_of(run: RunConfig, model: PreTrainedModel) -> RuleSource:
-    """The rules that `run` gives the layers of `model`, on the meta device. For a memory budget the planner looks for
-    them. Raises `PlanError` for a plan that was made for another model, and for a budget that cannot be met."""
+    """The rules of the policy, plan file or sections of `run`. Raises `PlanError` for a plan that was made for another
+    model than `model`."""
     from actmem.planning.sections import plan_of
     from actmem.runtime import apply
     from actmem.runtime.apply import rule_source
-    from actmem.training.budget import plan_run
 
-    if run.memory_budget is not None:
-        return rule_source(plan_run(run, model).plan)
     plan = plan_of(run)
     if isinstance(plan, Path):
         apply(model, plan).remove()  # refuses a plan that was made for another model

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from actmem import measuring
@@ -26,21 +24,7 @@ train: {device: cpu}
 """
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
-    path = tmp_path / "run.yaml"
-    path.write_text(CONFIG)
-    return path
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(*arguments: object) -> tuple[int, str]:

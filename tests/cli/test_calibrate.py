@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,23 +25,10 @@ train: {device: cpu}
 
 
 @pytest.fixture(autouse=True)
-def _briefly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _briefly(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_SAMPLING_SECONDS", 0.005)
     monkeypatch.setattr(op_times, "_ENOUGH_SECONDS", 0.2)
     monkeypatch.setattr(calibration, "CPU_PRODUCTS", ((64, 64, 64), (128, 128, 128)))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
-    path = tmp_path / "run.yaml"
-    path.write_text(CONFIG)
-    return path
 
 
 def run(*arguments: object) -> tuple[int, str]:

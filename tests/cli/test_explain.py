@@ -18,15 +18,6 @@ policy: selective
 """
 
 
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    path = tmp_path / "run.yaml"
-    path.write_text(CONFIG)
-    return path
-
-
 def run(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(main.app, ["explain", *map(str, arguments)], catch_exceptions=False)
     return result.exit_code, result.output

@@ -19,15 +19,6 @@ train: {micro_batch_size: 8}
 """
 
 
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    path = tmp_path / "run.yaml"
-    path.write_text(CONFIG)
-    return path
-
-
 def device_of(mebibytes: int) -> str:
     save_hardware(load_hardware("cpu").model_copy(update={"memory_bytes": mebibytes * 2**20}), "device.yaml")
     return "device.yaml"

@@ -22,15 +22,6 @@ train: {micro_batch_size: 8}
 """
 
 
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    path = tmp_path / "run.yaml"
-    path.write_text(CONFIG)
-    return path
-
-
 def run(*arguments: object) -> tuple[int, str]:
     command = ["pareto", *map(str, arguments), "--points", "4", "--seconds", "0.5"]
     result = CliRunner().invoke(main.app, command, catch_exceptions=False)
