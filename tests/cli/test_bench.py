@@ -89,3 +89,14 @@ def test_wrong_numbers_exit_with_1(config: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_vocabulary_is_that_of_training(fields: dict[str, object], expected: int | None) -> None:
     settings = bench.RunConfig(model=fields, data={"path": ["a"], "vocab_size": 300})
     assert expected_vocab_size(settings) == expected
+
+
+def test_the_plan_for_a_budget_is_measured_like_a_policy(config: Path) -> None:
+    code, output = run(config, "--policies", "auto@90%", "--rounds", 1, "--json")
+    none, planned = json.loads(output)["policies"]
+    assert (code, planned["policy"]) == (0, "auto@90%")
+    assert planned["peak_bytes"] < none["peak_bytes"]
+    assert (
+        planned["holdings"]["held_bytes"]
+        <= 0.9 * none["holdings"]["held_bytes"] + none["holdings"]["held_bytes"] * 0.01
+    )

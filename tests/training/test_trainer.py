@@ -298,3 +298,18 @@ def test_outside_the_main_thread(make_config: MakeConfig) -> None:
     thread.start()
     thread.join()
     assert results[0].steps == 1
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_a_budget_changes_no_number_and_outlives_a_stop(
+    make_config: MakeConfig, signal_in_step: SignalInStep, family: str
+) -> None:
+    unplanned = trained(make_config(family, out="unplanned", steps=4))
+    config = make_config(family, out="budget", steps=4).model_copy(update={"memory_budget": 0.9})
+    with signal_in_step(signal.SIGTERM, 4):  # the trace of the step runs the model twice
+        trained(config)
+    resumed = trained(config)
+    assert resumed.resumed_from == 2
+    plans = [each.plan for each in read_metrics(resumed.metrics) if isinstance(each, StartRecord)]
+    assert plans == ["auto@90%", "auto@90%"]
+    assert numbers_of(resumed) == numbers_of(unplanned)
