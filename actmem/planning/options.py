@@ -70,7 +70,7 @@ class Option:
     @property
     def key(self) -> Hashable:
         """Equal for options that do the same."""
-        return self.fates.key, frozenset(self.plan.tiers.items())
+        return self.plan.key
 
     def late_bytes(self, tier: Tier, bytes_per_second: float) -> int:
         """Bytes that are still on their way to a tier when the layer's forward pass is over, over a link that had

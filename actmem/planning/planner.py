@@ -35,6 +35,8 @@ _STRIDE = 1.5
 """What is too much or too little changes the next budget by so many times as much."""
 _LEAST_SECONDS = 10.0
 """To find, of the plans with the least peak, a fast one."""
+_FEW = 600
+"""So many options of all layers together are tried one by one."""
 _UNUSED = 0.001
 """Share of a budget that is not worth another round."""
 
@@ -201,6 +203,7 @@ class Planner:
         best = min(fitting, key=lambda each: each.simulation.seconds)
         if best.simulation.peak_bytes > budget_bytes:
             self._refuse(budget_bytes)
+        best = self._polished(best, budget_bytes)
         return self._planned(best, name, budget_bytes, bound)
 
     @cached_property
@@ -236,7 +239,7 @@ class Planner:
             smallest = self._solver.least_peak(mood=mood)
             until = time.monotonic() + _LEAST_SECONDS
             choices += [smallest, self._solver.solve(smallest.peak_bytes, until=until, mood=mood)]
-        found = [*self._policies, *(self._played(choice) for choice in choices if choice is not None)]
+        found = [*self._policies, *(self._played(choice.options) for choice in choices if choice is not None)]
         return min(found, key=lambda each: (each.simulation.peak_bytes, each.simulation.seconds))
 
     def _search(self, budget_bytes: int, bound: float, seconds: float) -> Iterator[_Found]:
@@ -248,7 +251,7 @@ class Planner:
                 choice = self._solver.solve(aim, target=bound, until=until, mood=mood)
                 if choice is None:
                     break
-                found = self._played(choice)
+                found = self._played(choice.options)
                 yield found
                 excess = found.simulation.peak_bytes - budget_bytes
                 above = found.simulation.seconds - self.unplanned.seconds - bound
@@ -260,14 +263,33 @@ class Planner:
                     too_much = min(too_much, aim)
                 aim = round(min(aim - _STRIDE * excess, (aim + too_much) / 2))
 
+    def _polished(self, found: _Found, budget_bytes: int) -> _Found:
+        """A choice bettered one layer at a time by what the simulation says, where copies make the program inexact and
+        are few, so that they do not even out."""
+        if not self._tiers or sum(map(len, self._options)) > _FEW:
+            return found
+        alike = [{option.key: option for option in options} for options in self._options]
+        taken = [known.get(plan.key) for known, plan in zip(alike, found.layers, strict=True)]
+        options = [option for option in taken if option is not None]
+        if len(options) < len(taken):
+            return found
+        best = found.simulation
+        for layer, others in enumerate(self._options):
+            for other in others:
+                changed = [*options[:layer], other, *options[layer + 1 :]]
+                simulation = self.simulator.run([each.plan for each in changed])
+                if simulation.peak_bytes <= budget_bytes and simulation.seconds < best.seconds:
+                    best, options = simulation, changed
+        return found if best is found.simulation else self._played(tuple(options))
+
     @property
     def _moods(self) -> tuple[Mood, ...]:
         """How to solve; where copies make the program inexact, in more than one way."""
         return ("careful", "hopeful", "plain") if self._tiers else ("plain",)
 
-    def _played(self, choice: Choice) -> _Found:
-        layers = tuple(option.plan for option in choice.options)
-        rules = rules_of_options(choice.options, self.simulator.layers)
+    def _played(self, options: tuple[Option, ...]) -> _Found:
+        layers = tuple(option.plan for option in options)
+        rules = rules_of_options(options, self.simulator.layers)
         return _Found(rules, layers, self.simulator.run(layers))
 
     def _planned(self, found: _Found, name: str, budget_bytes: int, bound: float | None) -> Planned:

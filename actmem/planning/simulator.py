@@ -38,6 +38,11 @@ class LayerPlan:
     fates: Fates
     tiers: Mapping[int, Tier] = field(default_factory=dict)
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for plans of one graph that do the same."""
+        return self.fates.key, frozenset(self.tiers.items())
+
 
 @dataclass(frozen=True)
 class Conditions:
