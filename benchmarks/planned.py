@@ -29,6 +29,7 @@ from actmem.measuring.bench import num_steps, run_bench
 from actmem.measuring.calibration import calibrate
 from actmem.measuring.result import BenchResult
 from actmem.planning import Action, Plan, Rule
+from actmem.planning.frontier import budgets
 from actmem.planning.planner import Planner
 from actmem.planning.simulator import Simulation
 from actmem.reporting.tables import plain_table
@@ -38,12 +39,12 @@ from benchmarks.machine import Machine
 from benchmarks.run import RESULTS, dense, moe
 
 LAYERS = 4
-MODELS: dict[str, ModelConfig] = {"dense": dense(256, LAYERS), "moe": moe(256, LAYERS)}
-LENGTH = 512
-SHARES = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1)
+MODELS: dict[str, ModelConfig] = {"dense": dense(512, LAYERS), "moe": moe(512, LAYERS)}
+LENGTH = 1024
+NUM_BUDGETS = 7
 EVERY_SECOND = Plan("every second layer", (Rule(".*", Action.RECOMPUTE, tuple(range(0, LAYERS, 2))),))
 _SAME_TIME = 0.05  # plans whose measured times differ by less have no order
-_MEMORY = MemoryConfig(min_swap_bytes=2**17)
+_MEMORY = MemoryConfig(min_swap_bytes=2**18)
 _TO_DISK = {"accuracy": True, "dominance": False}
 """Whether plans may swap: on the CPU to the disk, where a budget holds only while the writes keep up."""
 
@@ -120,7 +121,7 @@ def accuracy(bench: Bench, rounds: int) -> list[Prediction]:
     """A dozen plans and more, predicted and measured."""
     planner = bench.planner
     plans: list[str | Plan] = ["none", "full", "mlp", "selective", "attention-swap", "layer-swap", EVERY_SECOND]
-    plans += [planner.within(share).plan for share in SHARES]
+    plans += [planner.plan(budget).plan for budget in budgets(planner, NUM_BUDGETS)[:-1]]
     found = bench.measure(plans, rounds)
     return [
         _prediction(planner.simulate(plan), found, plan if isinstance(plan, str) else plan.name, bench.standing)
@@ -231,7 +232,7 @@ def _report(name: str, rounds: int) -> None:
     """Run one benchmark on all models and write its two files."""
     machine = Machine.here_and_now()
     console = Console(file=io.StringIO(), width=130, markup=False, highlight=False)
-    console.print(f"{LAYERS} layers, hidden 256, {LENGTH} tokens, float32; gradients standing; after a calibration")
+    console.print(f"{LAYERS} layers, hidden 512, {LENGTH} tokens, float32; gradients standing; after a calibration")
     console.print(f"{machine}; {machine.date}")
     console.print(f"$ python -m benchmarks.planned {name} --rounds {rounds}")
     data: dict[str, object] = {"machine": asdict(machine)}
