@@ -1,7 +1,8 @@
 """The planner against the clock and the allocator of this machine.
 
 `accuracy`: peaks and step times that were predicted after a calibration, beside measured ones, for a dozen plans.
-`dominance`: at the measured peak of each of torch's ways and of fixed policies, the plan for that budget, side by side.
+`dominance`: at the measured peak of each of torch's ways and of fixed policies, the plan for that budget, side by side;
+and the same against a compiled model with torch's activation memory budget, each by its own step without a budget.
 
     python -m benchmarks.planned accuracy dominance [--rounds 5]
 """
@@ -35,6 +36,7 @@ from actmem.planning.simulator import Simulation
 from actmem.reporting.tables import plain_table
 from actmem.training.budget import planner_of
 from actmem.training.traced import trace_step
+from benchmarks.compiled import measure_compiled
 from benchmarks.machine import Machine
 from benchmarks.run import RESULTS, dense, moe
 
@@ -116,6 +118,10 @@ class Bench:
         with bench_progress(num_steps(plans, rounds), self.name) as on_step:
             return run_bench(self.model, self.batch, plans, rounds=rounds, memory=_MEMORY, on_step=on_step)
 
+    def plan_for(self, peak_bytes: int, name: str = "auto") -> Plan:
+        """The best plan whose peak, above what stands, is at most `peak_bytes`."""
+        return self.planner.plan(peak_bytes + self.standing, name=name).plan
+
 
 def accuracy(bench: Bench, rounds: int) -> list[Prediction]:
     """A dozen plans and more, predicted and measured."""
@@ -157,7 +163,7 @@ def dominance(bench: Bench, rounds: int) -> list[Duel]:
     others: list[str | Plan] = ["torch-full", "torch-sac", "mlp", EVERY_SECOND]
     peaks = bench.measure(others, 1)
     names = [each if isinstance(each, str) else each.name for each in others]
-    rivals = [_named(bench.planner, f"auto@{name}", peaks[name].peak_bytes + bench.standing) for name in names]
+    rivals = [bench.plan_for(peaks[name].peak_bytes, f"auto@{name}") for name in names]
     found = bench.measure([*others, *rivals], rounds)
     duels = []
     for name, rival in zip(names, rivals, strict=True):
@@ -175,10 +181,6 @@ def dominance(bench: Bench, rounds: int) -> list[Duel]:
             )
         )
     return duels
-
-
-def _named(planner: Planner, name: str, budget_bytes: int) -> Plan:
-    return planner.plan(budget_bytes, name=name).plan
 
 
 def accuracy_table(predictions: Sequence[Prediction]) -> Table:
@@ -258,6 +260,7 @@ def _show_accuracy(console: Console, bench: Bench, rounds: int) -> list[Predicti
 def _show_dominance(console: Console, bench: Bench, rounds: int) -> list[Duel]:
     duels = dominance(bench, rounds)
     console.print(dominance_table(duels))
+    console.print(str(measure_compiled(bench.model, bench.batch, bench.plan_for, rounds)))
     return duels
 
 
