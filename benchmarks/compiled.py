@@ -72,7 +72,7 @@ def _step(model: PreTrainedModel, batch: Batch) -> None:
 
 
 def _compiled(model: PreTrainedModel, share: float) -> PreTrainedModel:
-    """The backend is a function of its own each time: what dynamo caches for one backend it does not use for another."""
+    """The backend is a function of its own each time: dynamo keeps what it compiled for each backend."""
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
         with torch._functorch.config.patch(activation_memory_budget=share):

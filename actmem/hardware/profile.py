@@ -98,6 +98,7 @@ class Hardware(Section):
     - `vector_flops_per_second`: pointwise ops, where a unit of its own runs them.
     - `memory_bytes_per_second`: reading and writing the device's memory, of which there are `memory_bytes`. The
       allocator gives it out in multiples of `allocation_bytes`.
+    - `workspace_bytes`: what kernels take for themselves while they run, which no trace shows.
     - `link`: to and from the host's memory; ``None`` where the device is the host. `disk`: to and from a scratch file.
     - `op_seconds`: the time of the smallest op.
     - `copy_slowdown`: seconds that computing loses for each second of copying, where copies take the same cores.
@@ -115,6 +116,7 @@ class Hardware(Section):
     memory_bytes_per_second: RateField
     memory_bytes: Annotated[Bytes, Field(ge=2**20)]
     allocation_bytes: Annotated[int, Field(ge=1, le=2**21)]
+    workspace_bytes: Bytes = 0
     link: Copying | None = None
     disk: Copying | None = None
     collectives: Collectives | None = None

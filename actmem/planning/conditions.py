@@ -30,7 +30,9 @@ def conditions_on(
     model = CostModel(hardware, level)
     known = {"host": model.link, "disk": model.disk}
     links = {tier: _link(tier, rates, hardware.copy_slowdown) for tier in tiers if (rates := known[tier]) is not None}
-    return Conditions(_costs(model), links, prefetch, in_flight_limit, gradients_stand)
+    return Conditions(
+        _costs(model), links, prefetch, in_flight_limit, gradients_stand, workspace_bytes=hardware.workspace_bytes
+    )
 
 
 def _link(tier: Tier, rates: CopyRates, slowdown: float) -> Link:

@@ -226,9 +226,9 @@ class _Backward:
         seconds = self._costs.step_op_seconds(op)
         self.standing += op.allocated_bytes
         freed = op.freed_bytes
-        if self._gradients_stand and op.gradient_bytes:
-            seconds += op.gradient_bytes / self._costs.accumulate_bytes_per_second
-            freed += op.gradient_bytes
+        if self._gradients_stand and op.accumulated_bytes:
+            seconds += op.accumulated_bytes / self._costs.accumulate_bytes_per_second
+            freed += op.accumulated_bytes
         if seconds or op.allocated_bytes:
             self.slices.append(Slice(op.name, False, seconds, self.standing))
         self.standing -= freed

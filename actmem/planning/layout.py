@@ -108,10 +108,10 @@ def _parameter_bytes(layer: RegionGraph) -> int:
 
 
 def _each_backward_op(graph: Graph, change: Callable[[StepOp], StepOp]) -> Graph:
-    """The same step with another op in place of each that makes a parameter's gradient."""
+    """The same step with another op in place of each that makes a parameter's gradient, or after which one is added."""
 
     def changed(ops: tuple[StepOp, ...]) -> tuple[StepOp, ...]:
-        return tuple(change(op) if op.gradient_bytes else op for op in ops)
+        return tuple(change(op) if op.gradient_bytes or op.accumulated_bytes else op for op in ops)
 
     assert graph.step is not None
     kinds = {kind: replace(layer, backward=changed(layer.backward)) for kind, layer in graph.kinds.items()}
@@ -121,16 +121,21 @@ def _each_backward_op(graph: Graph, change: Callable[[StepOp], StepOp]) -> Graph
 
 def _without_gradient(op: StepOp) -> StepOp:
     """An op that makes nothing but a gradient does not run; one that makes more makes only that."""
-    left = op.allocated_bytes - op.gradient_bytes
-    if left:
-        return replace(op, allocated_bytes=left, gradient_bytes=0)
-    return replace(op, name="", signature="", flops=0, moved_bytes=0, group_size=0, allocated_bytes=0, gradient_bytes=0)
+    left = replace(op, allocated_bytes=op.allocated_bytes - op.gradient_bytes, gradient_bytes=0, accumulated_bytes=0)
+    if left.allocated_bytes or not op.gradient_bytes:
+        return left
+    return replace(left, name="", signature="", flops=0, moved_bytes=0, group_size=0)
 
 
 def _with_shared_gradient(op: StepOp, num_shards: int) -> StepOp:
-    """The gradient comes whole; all but this device's share goes with the op."""
-    share = _share(op.gradient_bytes, num_shards)
-    return replace(op, gradient_bytes=share, freed_bytes=op.freed_bytes + op.gradient_bytes - share)
+    """The gradient comes whole; when it is complete, all but this device's share goes."""
+    share = _share(op.accumulated_bytes, num_shards)
+    return replace(
+        op,
+        gradient_bytes=_share(op.gradient_bytes, num_shards),
+        accumulated_bytes=share,
+        freed_bytes=op.freed_bytes + op.accumulated_bytes - share,
+    )
 
 
 def _share(num_bytes: int, num_shards: int) -> int:

@@ -1,8 +1,9 @@
 """A training step under a plan, played through op by op: when each begins, what stands in memory, what waits for what.
 
 One clock for the computing, one for each direction of each link. What is swapped leaves in the order in which it was
-made, and its memory goes when the copy is there; in the backward pass the first op of a layer starts the way back of
-what that layer, and those ahead of it, have away, into memory that is taken at once. An op waits for what it reads.
+made, and its memory goes when the copy is there and the engine next looks: when a layer begins or ends, and when
+something else is swapped. In the backward pass the first op of a layer starts the way back of what that layer, and
+those ahead of it, have away, into memory that is taken at once. An op waits for what it reads.
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ class LayerPlan:
 @dataclass(frozen=True)
 class Conditions:
     """What a step runs under: costs of ops, links to the tiers, how many layers ahead reloads start, how many bytes may
-    be on their way out or in, and whether parameters have gradients when it begins."""
+    be on their way out or in, whether parameters have gradients when it begins, and the bytes that kernels may take for
+    themselves at any moment."""
 
     costs: Costs
     links: Mapping[Tier, Link]
     prefetch: int = 1
     in_flight_limit: int = 2**33
     gradients_stand: bool = True
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Simulator:
         assert graph.step is not None, "only the layers' forward passes were traced"
         self.graph = graph
         self.conditions = conditions
-        self.surroundings: Surroundings = survey(graph, conditions.costs, gradients_stand=conditions.gradients_stand)
+        self.surroundings: Surroundings = self._survey({})
         self._surroundings: dict[Hashable, Surroundings] = {}
         self._calls = graph.step.calls
         self._outlasting = _outlasting(graph.step)
@@ -155,9 +158,17 @@ class Simulator:
     def _surroundings_with(self, holders: Mapping[Outlasting, int]) -> Surroundings:
         key = frozenset(holders.items())
         if key not in self._surroundings:
-            stand = self.conditions.gradients_stand
-            self._surroundings[key] = survey(self.graph, self.conditions.costs, gradients_stand=stand, holders=holders)
+            self._surroundings[key] = self._survey(holders)
         return self._surroundings[key]
+
+    def _survey(self, holders: Mapping[Outlasting, int]) -> Surroundings:
+        return survey(
+            self.graph,
+            self.conditions.costs,
+            gradients_stand=self.conditions.gradients_stand,
+            workspace_bytes=self.conditions.workspace_bytes,
+            holders=holders,
+        )
 
     def _courses_of(self, plans: Sequence[LayerPlan], holders: Mapping[Outlasting, int]) -> list[Course]:
         held: set[int] = set()
@@ -242,7 +253,7 @@ class _Step:
             seconds=self._now,
             replay_seconds=sum(course.replay_seconds for course in self._courses),
             exposed_seconds=self._exposed,
-            peak=self._peak.moment(self._graph, self._conditions.gradients_stand),
+            peak=self._peak.moment(self._graph, self._conditions),
             held_bytes=sum(course.held_bytes for course in self._courses),
             swapped_bytes=sum(course.swapped_bytes for course in self._courses),
             timeline=tuple(self._timeline),
@@ -256,13 +267,14 @@ class _Step:
         course, around = self._courses[layer], self._around.forward_bytes[layer]
         swaps = deque(course.swaps)
         sent = 0  # slices count them until the layer is done
+        self._let_leave()
         for index, op in enumerate(course.forward):
-            self._let_leave()
             self._note(around, op.standing_bytes - sent, f"layer {layer}, forward: {op.name}")
             self._now += op.seconds
             while swaps and swaps[0].produced <= index:
                 swap = swaps.popleft()
                 sent += swap.num_bytes
+                self._let_leave()
                 self._send(layer, swap)
         self._let_leave()
         self._held += course.held_bytes
@@ -359,7 +371,7 @@ class _Peak(NamedTuple):
     moving: int
     own: int
 
-    def moment(self, graph: Graph, gradients_stand: bool) -> Moment:
+    def moment(self, graph: Graph, conditions: Conditions) -> Moment:
         """The peak with names for what stood."""
         assert graph.step is not None
         standing = graph.step.standing
@@ -367,7 +379,8 @@ class _Peak(NamedTuple):
             "parameters": standing.parameters,
             "buffers": standing.buffers,
             "optimizer": standing.optimizer,
-            "gradients": standing.gradients if gradients_stand else 0,
+            "gradients": standing.gradients if conditions.gradients_stand else 0,
+            "workspace of kernels": conditions.workspace_bytes,
             "held by other layers": self.held,
             "swapped, on the way": self.moving,
             "this layer, or what is computed": self.own,

@@ -46,26 +46,39 @@ def stands_longer(outlasting: Escape | Constant, holder: int) -> bool:
 
 
 def survey(
-    graph: Graph, costs: Costs, *, gradients_stand: bool, holders: Mapping[Outlasting, int] | None = None
+    graph: Graph,
+    costs: Costs,
+    *,
+    gradients_stand: bool,
+    workspace_bytes: int = 0,
+    holders: Mapping[Outlasting, int] | None = None,
 ) -> Surroundings:
     """The surroundings of the layers in a traced step. `gradients_stand`: parameters have gradients when it begins.
-    `holders`: escapes and constants that layers hold as well, with the first layer that does."""
+    `workspace_bytes`: what kernels take for themselves. `holders`: escapes and constants that layers hold as well, with
+    the first layer that does."""
     assert graph.step is not None, "only the layers' forward passes were traced"
-    return _Survey(graph, costs, gradients_stand, holders or {}).run()
+    return _Survey(graph, costs, gradients_stand, workspace_bytes, holders or {}).run()
 
 
 _LAST = 2**62
 
 
 class _Survey:
-    def __init__(self, graph: Graph, costs: Costs, gradients_stand: bool, holders: Mapping[Outlasting, int]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        gradients_stand: bool,
+        workspace_bytes: int,
+        holders: Mapping[Outlasting, int],
+    ) -> None:
         assert graph.step is not None
         self._step = graph.step
         self._layers = [graph.of_layer(name) for name in graph.layers]
         self._costs = costs
         self._gradients_stand = gradients_stand
         standing = graph.step.standing
-        self._standing = standing.parameters + standing.buffers + standing.optimizer
+        self._standing = standing.parameters + standing.buffers + standing.optimizer + workspace_bytes
         self._standing += standing.gradients if gradients_stand else 0
         self._holders = holders
         self._ends: dict[tuple[int, bool, int], int] = defaultdict(int)
@@ -127,7 +140,7 @@ class _Survey:
         return GapCourse(seconds, peak, peak_op)
 
     def _freed_by(self, op: StepOp) -> int:
-        return op.freed_bytes + (op.gradient_bytes if self._gradients_stand else 0)
+        return op.freed_bytes + (op.accumulated_bytes if self._gradients_stand else 0)
 
     def _left_by(self, layer: RegionGraph) -> int:
         return sum(op.allocated_bytes - self._freed_by(op) for op in layer.backward)

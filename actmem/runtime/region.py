@@ -76,6 +76,8 @@ class PlannedRegion:
         device_type = _device_type(args, kwargs, module)
         call = RegionCall(self._stats.name, device_type, self.counters, self._engine.owns, swaps)
         out = self._run_course(course, call, verify, module, forward, args, kwargs, key)
+        if swapper is not None:
+            swapper.end_call()
         self._seen.add(key)
         return out
 

@@ -29,6 +29,7 @@ class _Assembly:
         self._savers = self._find_savers()
         self._allocated: Counter[tuple[object, int]] = Counter()
         self._gradients: Counter[tuple[object, int]] = Counter()
+        self._accumulated: Counter[tuple[object, int]] = Counter()
         self._freed: Counter[tuple[object, int]] = Counter()
         self._escapes: dict[int, list[Escape]] = defaultdict(list)
         self._outside: list[Constant] = []
@@ -92,6 +93,7 @@ class _Assembly:
                     allocated_bytes=self._allocated[key, index],
                     freed_bytes=self._freed[key, index],
                     gradient_bytes=self._gradients[key, index],
+                    accumulated_bytes=self._accumulated[key, index],
                     unpacks=tuple(seen.unpacks),
                     releases=tuple(seen.releases),
                     group_size=seen.group_size,
@@ -143,8 +145,10 @@ class _Assembly:
             if place.in_layer and not place.backward:
                 self._follow_own(number, number in constants)
                 continue
-            if memory.is_gradient:
+            if memory.accumulated is not None:
+                joined, before = memory.accumulated
                 self._gradients[place.key, index] += memory.num_bytes
+                self._accumulated[(joined.key, before - 1) if before else (place.key, index)] += memory.num_bytes
             if number not in added_in_place:
                 self._allocated[place.key, index] += memory.num_bytes
             if number in constants and not place.backward:
@@ -215,7 +219,8 @@ def _left_by(ops: Sequence[StepOp]) -> int:
 
 
 def _does_something(op: StepOp) -> bool:
-    return bool(op.flops or op.moved_bytes or op.allocated_bytes or op.freed_bytes or op.unpacks or op.releases)
+    memory = op.allocated_bytes or op.freed_bytes or op.accumulated_bytes
+    return bool(op.flops or op.moved_bytes or memory or op.unpacks or op.releases)
 
 
 def _gap_of(moment: _Moment) -> tuple[int, bool, int]:

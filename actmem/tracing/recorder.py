@@ -62,13 +62,14 @@ class Place:
 @dataclass(slots=True, eq=False)
 class Memory:
     """A storage: its size, the op that made it, and the op before which it was found to be gone. `let_go`: that before
-    which the last op outside the layers whose autograd saved it let it go."""
+    which the last op outside the layers whose autograd saved it let it go. `accumulated`: that before which it became a
+    parameter's gradient."""
 
     num_bytes: int
     made: tuple[Place, int]
     gone: tuple[Place, int] | None = None
     let_go: tuple[Place, int] | None = None
-    is_gradient: bool = False
+    accumulated: tuple[Place, int] | None = None
 
 
 class StepRecorder(DispatchMode):
@@ -89,26 +90,28 @@ class StepRecorder(DispatchMode):
         self._here = self._place(0, in_layer=False, backward=False)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record what runs inside; `begin_backward` tells where the backward pass begins."""
+    def recording(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Record what runs inside, and what becomes a gradient of `parameters`; `begin_backward` tells where the
+        backward pass begins."""
         runners = {layer: _Runner(self, index) for index, layer in enumerate(self._layers)}
         interception = Interception(dict(runners))
+        hooks = [each.register_post_accumulate_grad_hook(self._note_gradient) for each in parameters]
         try:
             with self, saved_tensors_hooks(self._pack, self._unpack):
                 yield
         finally:
             self._is_watching = False
             interception.remove()
+            for hook in hooks:
+                hook.remove()
 
     def begin_backward(self) -> None:
         """The forward pass, the loss included, is done."""
         self._here = self._place(len(self._layers), in_layer=False, backward=True)
 
-    def mark_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Note which memories have become gradients."""
-        for parameter in parameters:
-            if parameter.grad is not None and (number := self._number_of(parameter.grad)) != OWNED:
-                self.memories[number].is_gradient = True
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and (number := self._number_of(parameter.grad)) != OWNED:
+            self.memories[number].accumulated = (self._here, len(self._here.ops))
 
     def ops_of(self, layer: int) -> list[Seen]:
         """What a layer ran in its forward pass."""

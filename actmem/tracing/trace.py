@@ -63,12 +63,11 @@ def trace_for_plan(
         layers = [model.get_submodule(name) for name in names]
         given = [each for each in arguments.values() if isinstance(each, Tensor)]
         recorder = StepRecorder(layers, (*leaves, *buffers, *given), holds=not _is_without_numbers(model))
-        with recorder.recording():
+        with recorder.recording(each for each in leaves if each.requires_grad):
             lost = run(loss or default_loss, arguments)
             recorder.begin_backward()
             with _out_of_autocast(device):
                 lost.backward()
-            recorder.mark_gradients(leaves)
         del lost
     _refuse_uneven(names, graph, recorder)
     if _is_without_numbers(model):

@@ -58,7 +58,7 @@ def _backward(draw: st.DrawFn, num_packed: int) -> tuple[StepOp, ...]:
         count = draw(st.integers(1, 2))
         mine, positions = tuple(positions[:count]), positions[count:]
         size = draw(SIZES)
-        ops.append(StepOp("grad", "", draw(st.integers(1, 9)), 0, False, size, before, 0, mine, mine))
+        ops.append(StepOp("grad", "", draw(st.integers(1, 9)), 0, False, size, before, 0, 0, mine, mine))
         before = size
     return tuple(ops)
 

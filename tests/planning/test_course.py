@@ -18,7 +18,7 @@ def chain() -> RegionGraph:
     values = tuple(Value(index, (1,), "float32", None if index == 0 else index - 1) for index in range(4))
     ops = tuple(Op(name, name, (index,), (index + 1,), False, False, 0, 0) for index, name in enumerate("abc"))
     backward = tuple(
-        StepOp(name, name, 0, 0, False, size, freed, gradient, (position,), (position,))
+        StepOp(name, name, 0, 0, False, size, freed, gradient, gradient, (position,), (position,))
         for name, size, freed, gradient, position in (
             ("c'", 20, 100, 0, 2),
             ("b'", 40, 20, 0, 1),

@@ -46,7 +46,7 @@ def layers(draw: st.DrawFn) -> RegionGraph:
         name = draw(st.sampled_from(sorted(SECONDS)))
         ops.append(Op(f"{name}{index}", name, tuple(sorted(reads)), (index + 1,), False, False, 0, 0))
     packed = sorted(draw(st.sets(st.integers(0, count), min_size=2)))
-    backward = [StepOp("back", "back", 0, 0, False, 2**20, 2**20, 0, (i,), (i,)) for i in range(len(packed))]
+    backward = [StepOp("back", "back", 0, 0, False, 2**20, 2**20, 0, 0, (i,), (i,)) for i in range(len(packed))]
     return RegionGraph(tuple(ops), tuple(values), tuple(storages), tuple(packed), "layer", tuple(reversed(backward)))
 
 

@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actmem.config.known_paths import KNOWN_PATHS
 from actmem.config.loading import parse_config
+from actmem.config.op_names import names_of, split_path
 from actmem.errors import PlanError
 from actmem.planning import Action, Plan, Rule
 from actmem.planning.plan import RuleSet
@@ -181,6 +182,11 @@ def test_swapped_layers_take_their_inputs_along_and_swapped_attention_does_not()
         assert with_action("activation_swap: attention", layer, Action.SWAP) == below("self_attn")
 
 
+def familiar_names(path: str) -> list[str]:
+    module, name = split_path(path)
+    return [module + familiar for familiar in names_of(name)[1:]]
+
+
 PIECES = [
     r"mlp",
     r"self_attn",
@@ -203,8 +209,10 @@ PIECES = [
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join))
+@example(r"self_attn\._.*")
 def test_a_pattern_means_what_the_documents_say(pattern: str) -> None:
-    """The list of all modules and ops of a layer is matched as a whole; a module that matches covers what is below."""
+    """The list of all modules and ops of a layer is matched as a whole; a module that matches covers what is below. An
+    op has its familiar names beside its own."""
     try:
         re.compile(pattern)
     except re.error:
@@ -213,6 +221,7 @@ def test_a_pattern_means_what_the_documents_say(pattern: str) -> None:
     whitelist = modules | {path.partition("#")[0] for path in KNOWN_PATHS} | set(KNOWN_PATHS)
     hits = {path for path in whitelist if re.fullmatch(pattern, path)}
     covered = {path for path in KNOWN_PATHS for hit in hits if path == hit or path.startswith((f"{hit}.", f"{hit}#"))}
+    covered |= {path for path in KNOWN_PATHS if any(re.fullmatch(pattern, name) for name in familiar_names(path))}
     rule = Rule(pattern, Action.RECOMPUTE, reach="below")
     assert {path for path in KNOWN_PATHS if rule.matches(path)} == covered
 

@@ -76,6 +76,8 @@ SETTINGS = {
     "grouped": Setting("qwen3-moe-tiny", share=0.0005),
     # The CPU's grouped product packs one expert's bfloat16 operands into memory of its own.
     "grouped bf16": Setting("qwen3-moe-tiny", {"dtype": "bfloat16"}, length=64, share=0.02),
+    # The gradients of one product's operands stand together before either is added to what stands.
+    "many experts": Setting("qwen3-moe-tiny", config={"num_experts": 64, "vocab_size": 257}, share=0.0005),
     "batched": Setting("qwen3-moe-tiny", {"experts_implementation": "batched_mm"}, length=32),
     # Layers of one kind are traced once, and here each routes other numbers of tokens to its experts.
     "one by one": Setting(

@@ -78,6 +78,18 @@ def test_each_gradient_is_made_once() -> None:
     assert in_layers + outside == step.standing.gradients
 
 
+def test_a_gradient_is_added_when_all_of_its_node_is_done() -> None:
+    kind = next(iter(trace(build_shapes(CONFIGS["moe"]), tokens("meta")).kinds.values()))
+    assert sum(op.accumulated_bytes for op in kind.backward) == sum(op.gradient_bytes for op in kind.backward)
+    products = [index for index, op in enumerate(kind.backward) if op.name == "_grouped_mm"]
+    assert len(products) == 4
+    for weight, states in zip(products[::2], products[1::2], strict=True):
+        size = kind.backward[weight].gradient_bytes
+        assert size > 0
+        assert not any(op.accumulated_bytes for op in kind.backward[weight : states + 1])
+        assert kind.backward[states + 1].accumulated_bytes == size
+
+
 def test_all_that_autograd_saves_is_picked_up_and_let_go() -> None:
     for region in trace(build_shapes(CONFIGS["moe"]), tokens("meta")).kinds.values():
         everything = list(range(len(region.packed)))

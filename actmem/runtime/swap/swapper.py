@@ -1,7 +1,7 @@
 """The swapper: what may leave now, what is on its way, and what comes back ahead of use.
 
-All decisions are made on the thread that computes, at three moments: when a region is entered, when a tensor is packed
-and when one is unpacked. Copies run beside it, on streams or threads, and are only looked at there.
+All decisions are made on the thread that computes: when a region is entered or left, when a tensor is packed and when
+one is unpacked. Copies run beside it, on streams or threads, and are only looked at there.
 
 Bounds. At most `in_flight_limit` bytes are on their way out; what comes meanwhile is saved instead, for that is no
 worse, and waiting would be. Reloads run ahead of the backward pass by `prefetch` regions, and by as many bytes.
@@ -108,6 +108,11 @@ class Swapper:
             self._settle()
             call = self._calls[self._num_calls] = CallSwaps(self, region, self._num_calls)
             return call
+
+    def end_call(self) -> None:
+        """A region is left."""
+        with self._lock:
+            self._settle()
 
     def swap(self, tensor: Tensor, order: SwapOrder, call: CallSwaps, *, verify: bool) -> SwappedView | None:
         """Let the storage behind `tensor` leave; ``None`` where it has to stay."""
