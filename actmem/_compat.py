@@ -36,6 +36,7 @@ __all__ = [
     "count_versions_together",
     "dispatch_off",
     "dtensor_functions",
+    "exchange",
     "flop_registry",
     "give_back_free_memory",
     "inside",
@@ -200,6 +201,19 @@ def dtensor_functions() -> tuple[type[torch.autograd.Function], ...]:
     from torch.distributed.tensor._redistribute import Redistribute
 
     return (Redistribute, _ToTorchTensor, _FromTorchTensor)
+
+
+def exchange(
+    rows: torch.Tensor, received: list[int], sent: list[int], group: torch.distributed.ProcessGroup
+) -> torch.Tensor:
+    """Send `sent[i]` rows to rank i of a group, in order, for `received[i]` of its own; gradients go the other way."""
+    from torch.distributed import _functional_collectives as collectives
+
+    if rows.requires_grad:
+        out = collectives.all_to_all_single_autograd(rows, received, sent, group)
+    else:
+        out = collectives.all_to_all_single(rows, received, sent, group)
+    return out
 
 
 def size_of_group(name: str) -> int:

@@ -6,6 +6,7 @@
     ├── PlanError (ValueError)           a plan that is malformed, or made for another model or shape
     ├── PlatformError (NotImplementedError)  a platform other than torch
     ├── ApplyError (ValueError)          a model that a plan cannot be applied to
+    ├── LayoutError (ValueError)        a model that cannot be laid out over the ranks there are
     ├── ModelError (ValueError)          a model that cannot be built or loaded
     ├── DataError (ValueError)           a corpus or tokenizer that cannot be used
     ├── CheckpointError (ValueError)     a checkpoint that cannot be written, read or resumed
@@ -81,6 +82,10 @@ class ApplyError(ActmemError, ValueError):
 
 class PlatformError(ActmemError, NotImplementedError):
     """A platform that actmem does not run on."""
+
+
+class LayoutError(ActmemError, ValueError):
+    """A model that cannot be laid out over the ranks there are, or not in that order."""
 
 
 class ModelError(ActmemError, ValueError):

@@ -21,6 +21,7 @@ LAYERS = (
     {"models"},
     {"runtime"},
     {"tracing"},
+    {"parallel"},
     {"training"},
     {"measuring"},
     {"reporting"},

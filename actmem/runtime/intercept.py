@@ -39,7 +39,8 @@ class Interception:
 
     def __init__(self, runners: dict[nn.Module, Runner]) -> None:
         self._modules = WeakKeyDictionary(dict.fromkeys(runners))
-        self._classes = {type(module) for module in runners if "forward" not in vars(module)}
+        classes = {type(module) for module in runners if "forward" not in vars(module)}
+        self._classes = classes.union(*map(_overriding_subclasses, classes))
         _runners.update(runners)
         for cls in self._classes:
             _wrap_class(cls)
@@ -61,6 +62,13 @@ class Interception:
 
 
 _INHERITED = object()
+
+
+def _overriding_subclasses(cls: type[nn.Module]) -> set[type[nn.Module]]:
+    """Subclasses with a `forward` of their own. FSDP2 turns a planned module into an instance of one, which it keeps for
+    all models of the process and to which Hugging Face gives the `forward` that the class had when it was first made."""
+    below = cls.__subclasses__()
+    return {each for each in below if "forward" in vars(each)}.union(*map(_overriding_subclasses, below))
 
 
 def _wrap_class(cls: type[nn.Module]) -> None:
@@ -87,7 +95,7 @@ def _planned_forward(cls: type[nn.Module], original: Any) -> Any:
         runner = _runners.get(self)
         if runner is not None and id(self) not in _running:
             return _run(runner, self, functools.partial(original, self), args, kwargs)
-        if runner is None and getattr(self, "gradient_checkpointing", False):
+        if runner is None and cls in _wrapped and getattr(self, "gradient_checkpointing", False):
             with _unwrapped(cls, forward):
                 return original(self, *args, **kwargs)
         return original(self, *args, **kwargs)
