@@ -58,7 +58,9 @@ def shard_tensors(
     if experts is not None:
         mixtures = [layer.mlp.experts for layer in find_regions(model).values() if hasattr(layer.mlp, "experts")]
         if not mixtures:
-            raise LayoutError(f"ep_size {experts.size()} on {type(model).__name__}, which has no experts; set ep_size: 1")
+            raise LayoutError(
+                f"ep_size {experts.size()} on {type(model).__name__}, which has no experts; set ep_size: 1"
+            )
         for each in mixtures:
             parallelize_module(each, experts, ExchangedExperts())
 

@@ -109,9 +109,7 @@ def build_mesh(sizes: Sizes, device_type: str) -> Mesh:
 
     Raises `LayoutError` for sizes whose product is not the number of ranks, and experts that do not divide the shards.
     """
-    plain = MeshSizes(
-        sizes.dp_replicate_size, sizes.dp_shard_size, sizes.tp_size, sizes.pp_size, sizes.ep_size
-    )
+    plain = MeshSizes(sizes.dp_replicate_size, sizes.dp_shard_size, sizes.tp_size, sizes.pp_size, sizes.ep_size)
     initialised = distributed.is_available() and distributed.is_initialized()
     world_size = distributed.get_world_size() if initialised else 1
     _check(plain, world_size)

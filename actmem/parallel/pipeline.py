@@ -38,22 +38,25 @@ class StageShape:
 class StageModule(nn.Module):
     """One stage: token ids, or hidden states, to hidden states. `model` has the layers of this stage alone."""
 
-    def __init__(self, model: PreTrainedModel, *, is_first: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, is_first: bool, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.model = model
         self._is_first = is_first
+        self._autocast = autocast
 
     def forward(self, states: Tensor) -> Tensor:
         """Run the stage's layers."""
         given = {"input_ids" if self._is_first else "inputs_embeds": states}
-        out: Tensor = self.model.base_model(**given, use_cache=False).last_hidden_state
+        with torch.autocast(states.device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            out: Tensor = self.model.base_model(**given, use_cache=False).last_hidden_state
         return out
 
 
-def cut(model: PreTrainedModel, first: int, end: int) -> StageModule:
+def cut(model: PreTrainedModel, first: int, end: int, *, autocast: torch.dtype | None = None) -> StageModule:
     """The stage with layers `first` to `end` - 1 of `model`, around the model's own parameters.
 
     `model` itself is left as it is. The layers keep their numbers: the second stage's first one may be ``layers.4``.
+    `autocast` is the dtype under which the stage runs, if it does.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     part: PreTrainedModel = copy.deepcopy(model, shared)
@@ -68,7 +71,7 @@ def cut(model: PreTrainedModel, first: int, end: int) -> StageModule:
     if end < num_layers:
         base.norm = nn.Identity()
         part.lm_head = None
-    return StageModule(part, is_first=first == 0)
+    return StageModule(part, is_first=first == 0, autocast=autocast)
 
 
 class _WatchedStage(PipelineStage):

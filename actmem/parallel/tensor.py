@@ -105,9 +105,9 @@ def parallelize_tensors(
         parallelize_module(layer, mesh, styles, src_data_rank=None)
     if sequence_parallel:
         parallelize_module(
-            layers[0], mesh, PrepareModuleInput(
-                input_layouts=(WHOLE,), desired_input_layouts=(ALONG_SEQUENCE,), use_local_output=True
-            )
+            layers[0],
+            mesh,
+            PrepareModuleInput(input_layouts=(WHOLE,), desired_input_layouts=(ALONG_SEQUENCE,), use_local_output=True),
         )
         parallelize_module(
             layers[-1],

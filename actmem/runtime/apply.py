@@ -60,13 +60,17 @@ class Applied:
     def stats(self) -> Stats:
         """What the plan did so far; without regions for torch's own ways of recomputing, which do not tell."""
         regions = [runner.stats for runner in self._runners.values() if isinstance(runner, PlannedRegion)]
-        swapper = None if self._engine is None else self._engine.swapper
-        return collect(regions, SwapCounters() if swapper is None else swapper.counters)
+        return collect(regions, SwapCounters() if self.swapper is None else self.swapper.counters)
 
     @property
     def swaps(self) -> bool:
         """Whether the plan can move values away from the device."""
-        return self._engine is not None and self._engine.swapper is not None
+        return self.swapper is not None
+
+    @property
+    def swapper(self) -> Swapper | None:
+        """What moves them, for a `PipelineSwaps`."""
+        return None if self._engine is None else self._engine.swapper
 
     @property
     def regions(self) -> tuple[str, ...]:
