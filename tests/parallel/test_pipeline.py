@@ -1,0 +1,228 @@
+"""Two processes with stages of a pipeline: the same bits under every schedule and plan, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.nn import functional
+
+from actmem import Action, Plan, Rule
+from actmem.config.schema import ModelConfig, ParallelConfig, ScheduleName
+from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
+from actmem.models.building import build_model
+from actmem.parallel.pipeline import Pipeline, StageShape, cut, layers_here
+from actmem.runtime import apply
+from actmem.runtime.pipeline import Group, PipelineAction, PipelineSwaps, gaps_of
+from actmem.runtime.swap.counters import SwapCounters
+
+pytestmark = pytest.mark.slow
+
+SCHEDULES: tuple[ScheduleName, ...] = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+NUM_LAYERS, NUM_MICROBATCHES, LENGTH, HIDDEN = 6, 6, 24, 32
+SHAPE: dict[str, object] = {
+    "vocab_size": 128,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "dense": SHAPE | {"model_type": "qwen3", "intermediate_size": 64},
+    "moe": SHAPE
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "router_aux_loss_coef": 0.0,
+    },
+}
+MIXED = Plan(
+    "mixed",
+    (
+        Rule(".*", Action.RECOMPUTE, (0, 3)),
+        Rule(".*", Action.SWAP, (1, 4)),
+        Rule("mlp", Action.RECOMPUTE, (2, 5), reach="below"),
+    ),
+)
+PLANS: dict[str, str | Plan] = {"selective": "selective", "full": "full", "swap": "attention-swap", "mixed": MIXED}
+CASES = [(schedule, family, plan) for schedule in SCHEDULES for family in FAMILIES for plan in (None, *PLANS)]
+
+
+@dataclass
+class Outcome:
+    """What one rank had of three steps."""
+
+    losses: list[Tensor | None] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    swaps: list[SwapCounters] = field(default_factory=list)
+    order: tuple[PipelineAction, ...] = ()
+    dropped: int = 0
+    calls_left: int = 0
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(128, (NUM_MICROBATCHES, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def summed_loss(head: nn.Module, states: Tensor, targets: Tensor) -> Tensor:
+    logits = head(states).flatten(0, 1)
+    return functional.cross_entropy(logits, targets.flatten(), reduction="sum") / (NUM_MICROBATCHES * LENGTH)
+
+
+def run(rank: int, schedule: ScheduleName, family: str, plan: str | Plan | None) -> Outcome:
+    parallel = ParallelConfig(pp_size=2, pp_schedule=schedule, pp_microbatches=NUM_MICROBATCHES)
+    ends = layers_of_stages(parallel, NUM_LAYERS)
+    mine = stages_of_rank(parallel, rank)
+    model = build_model(ModelConfig(config=FAMILIES[family]), seed=0)
+    modules = {index: cut(model, *ends[index]) for index in mine}
+    stages = nn.ModuleList(modules.values())
+    memory = {"tier": "disk", "min_swap_bytes": 0, "verify": "always"}
+    layers = layers_here([ends[index] for index in mine])
+    applied = None if plan is None else apply(stages, plan, memory=memory, layers=layers)
+    last: Any = modules.get(num_stages(parallel) - 1)
+    swaps = PipelineSwaps(None if applied is None else applied.swapper)
+    pipeline = Pipeline(
+        dict(modules),
+        num_stages(parallel),
+        schedule=schedule,
+        num_microbatches=NUM_MICROBATCHES,
+        shape=StageShape(1, LENGTH, HIDDEN, torch.float32),
+        loss=lambda states, targets: summed_loss(last.model.lm_head, states, targets),
+        group=distributed.group.WORLD,
+        device=torch.device("cpu"),
+        swaps=swaps,
+    )
+    outcome = Outcome()
+    for step in range(3):
+        stages.zero_grad(set_to_none=True)
+        outcome.losses.append(pipeline.step(*batch(step)))
+        parameters = {name: each for module in modules.values() for name, each in module.model.named_parameters()}
+        outcome.gradients.append(
+            {name: each.grad.clone() for name, each in parameters.items() if each.grad is not None}
+        )
+        assert len(outcome.gradients[-1]) == len(parameters)
+        if applied is not None:
+            outcome.swaps.append(applied.stats.swap)
+    outcome.order = swaps.order
+    if applied is not None:
+        outcome.dropped = applied.stats.dropped_bytes
+        del pipeline
+        gc.collect()
+        outcome.calls_left = 0 if applied.swapper is None else len(applied.swapper._calls)
+        applied.remove()
+    return outcome
+
+
+def alone(family: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    model = build_model(ModelConfig(config=FAMILIES[family]), seed=0)
+    losses, gradients = [], []
+    for step in range(3):
+        model.zero_grad(set_to_none=True)
+        inputs, targets = batch(step)
+        loss = summed_loss(model.lm_head, model.base_model(inputs, use_cache=False).last_hidden_state, targets)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None})
+    return losses, gradients
+
+
+def work(rank: int, port: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    outcomes = {}
+    for schedule, family, plan in CASES:
+        outcomes[schedule, family, plan] = run(rank, schedule, family, None if plan is None else PLANS[plan])
+    torch.save(outcomes, Path(directory, str(rank)))
+    distributed.destroy_process_group()
+
+
+Outcomes = list[dict[tuple[str, str, str | None], Outcome]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    directory = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    multiprocessing.spawn(work, args=(port, str(directory)), nprocs=2)
+    return [torch.load(directory / str(rank), weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_have_the_gradients_of_the_whole_model(ranks: Outcomes, schedule: str, family: str) -> None:
+    losses, gradients = alone(family)
+    for step in range(3):
+        found = [each[schedule, family, None] for each in ranks]
+        parts = [outcome.gradients[step] for outcome in found]
+        assert not parts[0].keys() & parts[1].keys()
+        assert (parts[0] | parts[1]).keys() == gradients[step].keys()
+        for name, gradient in (parts[0] | parts[1]).items():
+            torch.testing.assert_close(gradient, gradients[step][name], rtol=1e-4, atol=1e-6)
+        (loss,) = [outcome.losses[step] for outcome in found if outcome.losses[step] is not None]
+        torch.testing.assert_close(loss, losses[step], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_invariant_01_the_same_bits_under_a_plan(ranks: Outcomes, schedule: str, family: str, plan: str) -> None:
+    for rank in ranks:
+        planned, expected = rank[schedule, family, plan], rank[schedule, family, None]
+        assert planned.order == expected.order
+        for mine, theirs in zip(planned.gradients, expected.gradients, strict=True):
+            assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        assert planned.losses == expected.losses
+        assert planned.dropped > 0 or plan == "swap"
+        assert planned.calls_left == 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_leaves_in_a_step_comes_back_in_it(ranks: Outcomes, schedule: str) -> None:
+    for rank in ranks:
+        swaps = rank[schedule, "dense", "swap"].swaps
+        assert swaps[0].num_out > 0
+        assert swaps[0].num_out + swaps[0].num_withdrawn > 0
+        assert swaps[-1].num_refused == swaps[-1].num_failed == 0
+
+
+def test_what_is_needed_at_once_does_not_leave(ranks: Outcomes) -> None:
+    """Under 1F1B the last stage goes back as soon as it has gone forward; that is known after the first step."""
+    first, last = (rank["1F1B", "dense", "swap"].swaps for rank in ranks)
+    assert last[1].num_out == last[0].num_out > 0
+    assert first[2].num_out > first[1].num_out > first[0].num_out
+
+
+def test_gaps_are_counted_to_the_first_that_reads() -> None:
+    group, other = Group(0, 0), Group(0, 1)
+    order = (
+        PipelineAction("forward", group),
+        PipelineAction("forward", other),
+        PipelineAction("input", group),
+        PipelineAction("weight", group),
+        PipelineAction("backward", other),
+    )
+    assert gaps_of(order) == {group: 1, other: 2}
