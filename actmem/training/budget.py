@@ -11,6 +11,7 @@ from actmem.graph import Graph
 from actmem.hardware import Hardware, device_names, load_hardware, recognise_device
 from actmem.planning import Fingerprint
 from actmem.planning.conditions import conditions_on
+from actmem.planning.layout import Layout, lay_out
 from actmem.planning.plan import Tier
 from actmem.planning.planner import Planned, Planner
 from actmem.runtime.swap.building import disk_limit, host_limit, usual_tiers
@@ -21,13 +22,17 @@ from actmem.units import format_bytes
 
 
 def plan_run(config: RunConfig, model: PreTrainedModel | None = None) -> Planned:
-    """The best plan for a run within its `memory_budget`, on the hardware that it names.
+    """The best plan for a run within its `memory_budget`, on the hardware that it names: a budget of each rank's device,
+    of several that have shards of the model.
 
     `model` is on the meta device; without one it is made. Raises `PlanError` for a budget that no plan can meet,
     `HardwareError` for hardware that is not known, `ConfigError` for a device that is not there, and what tracing
     raises.
     """
     graph, made_for = trace_step(config, model)
+    shards = config.parallel.dp_shard_size
+    if shards > 1:
+        graph = lay_out(graph, Layout(num_shards=shards))
     return plan_with(planner_of(config, graph, made_for), config)
 
 

@@ -123,6 +123,19 @@ PIECES, LAYERS = "parallel.pp_microbatches", "parallel.pp_layers"
 
 # Text -> path of the only fault, words of its problem, and what is allowed.
 WRONG: list[tuple[str, str, str, str]] = [
+    # what is not there for every layout
+    (
+        run_text("tp_size: 2", DENSE.replace("}}", "}, loss: chunked}")),
+        "model.loss",
+        "chunked needs the whole head on each rank, and parallel.tp_size 2 cuts it",
+        "standard, or parallel.tp_size: 1",
+    ),
+    (
+        run_text("pp_size: 2") + "memory_budget: 0.5\n",
+        "memory_budget",
+        "is planned for ranks that have whole layers, and parallel.pp_size 2 cuts them up",
+        "a policy, a plan, or the dp sizes alone",
+    ),
     # kinds and ranges
     (
         run_text("dp_replicate_size: 0"),

