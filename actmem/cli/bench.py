@@ -78,8 +78,7 @@ def _with_budgets(run: RunConfig, policies: list[str | Plan]) -> list[str | Plan
     from actmem.training.budget import planner_of
     from actmem.training.traced import trace_step
 
-    graph, _ = trace_step(run)
-    planner = planner_of(run, graph, gradients_stand=True)
+    planner = planner_of(run, trace_step(run), gradients_stand=True)
     return [
         planner.within(each.removeprefix(_AUTO)).plan if isinstance(each, str) and each.startswith(_AUTO) else each
         for each in policies

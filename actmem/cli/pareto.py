@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,10 +57,20 @@ def pareto(
 
 def _make_directory(out: Path) -> None:
     """Before a minute of search, not after."""
-    try:
+    with _told_if_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)
+    taken = next((out / name for name in _FILES if (out / name).is_dir()), None)
+    if taken is not None:
+        raise PlanError(f"cannot write {taken}: it is a directory; name another folder")
+
+
+@contextmanager
+def _told_if_unwritable(out: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise PlanError(f"cannot write to {out}: {error.strerror}; name a folder that is, or can be, made") from error
+        where = error.filename or out
+        raise PlanError(f"cannot write {where}: {error.strerror}; name a folder that takes files") from error
 
 
 def _solve(run: RunConfig, hardware: Hardware, num_points: int, seconds: float, swaps: bool) -> Frontier:
@@ -68,8 +80,7 @@ def _solve(run: RunConfig, hardware: Hardware, num_points: int, seconds: float, 
 
     with bench_progress(num_points + 2, "pareto") as on_step:
         on_step("trace")
-        graph, made_for = trace_step(run)
-        planner = planner_of(run, graph, made_for, hardware=hardware, swaps=swaps)
+        planner = planner_of(run, trace_step(run), hardware=hardware, swaps=swaps)
         setting = step_setting(run)
         return frontier(planner, hardware, setting=setting, num_points=num_points, seconds=seconds, on_point=on_step)
 
@@ -80,10 +91,11 @@ def write_frontier(frontier: Frontier, run: RunConfig, hardware: Hardware, out: 
     from actmem.reporting.frontier_plots import plot_frontier
     from actmem.reporting.refused import refused_figures
 
-    frontier.save(out / "frontier.json")
-    frontier.save_csv(out / "frontier.csv")
-    plot_frontier(frontier, out / "frontier.svg", out / "frontier.png")
-    write_page(frontier, hardware, refused_figures(run, hardware), out / "frontier.html")
+    with _told_if_unwritable(out):
+        frontier.save(out / "frontier.json")
+        frontier.save_csv(out / "frontier.csv")
+        plot_frontier(frontier, out / "frontier.svg", out / "frontier.png")
+        write_page(frontier, hardware, refused_figures(run, hardware), out / "frontier.html")
 
 
 def show_frontier(screen: Screen, frontier: Frontier) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
 
 from actmem.config.schema import Bytes, Section, Text
 
@@ -137,6 +138,14 @@ class Hardware(Section):
             if fastest > memory.peak:
                 raise ValueError(f"{fastest:g} bytes/s at most {memory.peak:g}, the rate of the memory that it fills")
         return link
+
+    @field_validator("workspace_bytes")
+    @classmethod
+    def _leaves_memory(cls, workspace_bytes: int, info: ValidationInfo) -> int:
+        memory_bytes = info.data.get("memory_bytes")
+        if memory_bytes is not None and workspace_bytes >= memory_bytes:
+            raise PydanticKnownError("less_than", {"lt": memory_bytes})
+        return workspace_bytes
 
     @property
     def times(self) -> Literal["measured", "modelled"]:

@@ -9,7 +9,6 @@ from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.errors import Fault, HardwareError
 from actmem.graph import Graph
 from actmem.hardware import Hardware, device_names, load_hardware, recognise_device
-from actmem.planning import Fingerprint
 from actmem.planning.conditions import conditions_on
 from actmem.planning.plan import Tier
 from actmem.planning.planner import Planned, Planner
@@ -27,8 +26,7 @@ def plan_run(config: RunConfig, model: PreTrainedModel | None = None) -> Planned
     `HardwareError` for hardware that is not known, `ConfigError` for a device that is not there, and what tracing
     raises.
     """
-    graph, made_for = trace_step(config, model)
-    return plan_with(planner_of(config, graph, made_for), config)
+    return plan_with(planner_of(config, trace_step(config, model)), config)
 
 
 def describe(planned: Planned) -> str:
@@ -52,7 +50,6 @@ def plan_with(planner: Planner, config: RunConfig) -> Planned:
 def planner_of(
     config: RunConfig,
     graph: Graph,
-    made_for: Fingerprint | None = None,
     *,
     hardware: Hardware | None = None,
     swaps: bool = True,
@@ -81,7 +78,6 @@ def planner_of(
         conditions,
         limits=_limits(config.memory, tiers, here),
         min_swap_bytes=config.memory.min_swap_bytes,
-        fingerprint=made_for,
         swap_to=None if device.type != "cpu" or config.memory.tier == "disk" else (),
     )
 

@@ -59,7 +59,7 @@ def next_token_loss(
     else:
         summed = functional.cross_entropy(head(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
     router_logits = getattr(outputs, "router_logits", None)
-    if router_logits is None:
+    if not router_logits:
         return Loss(summed / num_targets, None)
     share = (targets != IGNORED).sum() / num_targets
     return Loss(summed / num_targets, share * _router_loss(model, router_logits))

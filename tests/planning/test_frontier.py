@@ -32,7 +32,7 @@ def graph() -> Graph:
         data=DataConfig(path=["none"], sequence_length=64),
         train=TrainConfig(micro_batch_size=4),
     )
-    return trace_step(run)[0]
+    return trace_step(run)
 
 
 @pytest.fixture(scope="module")
