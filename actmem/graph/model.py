@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from actmem.graph.region import RegionGraph
 from actmem.graph.step import Step
 
 FORMAT_VERSION = 1
+_BFLOAT16 = " bfloat16"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,20 @@ class Graph:
     def of_layer(self, name: str) -> RegionGraph:
         """What one layer does."""
         return self.kinds[self.layers[name]]
+
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether any product, in a layer or around them, has operands of bfloat16."""
+        return any(_BFLOAT16 in signature for signature in self._products())
+
+    def _products(self) -> Iterator[str]:
+        gaps = () if self.step is None else self.step.gaps
+        outside = [op for gap in gaps for op in (*gap.forward, *gap.backward)]
+        for graph in self.kinds.values():
+            yield from (graph.signature(index) for index, op in enumerate(graph.ops) if op.compute_intensive)
+        for op in (*outside, *(op for graph in self.kinds.values() for op in graph.backward)):
+            if op.compute_intensive:
+                yield op.signature
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` reads it back."""

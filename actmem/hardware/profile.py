@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
-from actmem.config.schema import Bytes, Section, Text
+from actmem.config.schema import Bytes, Positive, Section, Text
 
 Level = Literal["low", "nominal", "high"]
 
@@ -100,6 +100,8 @@ class Hardware(Section):
     - `memory_bytes_per_second`: reading and writing the device's memory, of which there are `memory_bytes`. The
       allocator gives it out in multiples of `allocation_bytes`.
     - `workspace_bytes`: what kernels take for themselves while they run, which no trace shows.
+    - `packing_bytes_per_thread`: what each of `num_threads` takes on top where products of bfloat16 run, to pack their
+      operands; ``None``: as many threads as the machine has that plans are made on.
     - `link`: to and from the host's memory; ``None`` where the device is the host. `disk`: to and from a scratch file.
     - `op_seconds`: the time of the smallest op.
     - `copy_slowdown`: seconds that computing loses for each second of copying, where copies take the same cores.
@@ -118,6 +120,8 @@ class Hardware(Section):
     memory_bytes: Annotated[Bytes, Field(ge=2**20)]
     allocation_bytes: Annotated[int, Field(ge=1, le=2**21)]
     workspace_bytes: Bytes = 0
+    packing_bytes_per_thread: Bytes = 0
+    num_threads: Positive | None = None
     link: Copying | None = None
     disk: Copying | None = None
     collectives: Collectives | None = None

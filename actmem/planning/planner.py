@@ -25,7 +25,7 @@ from actmem.planning.fates import fates_under, path_of_storage
 from actmem.planning.options import Option, OptionMaker
 from actmem.planning.plan import Plan, Rule, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
-from actmem.planning.simulator import Conditions, LayerPlan, Simulation, Simulator
+from actmem.planning.simulator import HELD, Conditions, LayerPlan, Moment, Simulation, Simulator
 from actmem.planning.solver import Choice, Mood, Solver
 from actmem.units import format_bytes
 
@@ -315,16 +315,26 @@ class Planner:
         least = self.least.simulation
         parts = sorted(least.peak.bytes_by_use.items(), key=lambda part: -part[1])
         made_up = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
-        ways = ["a smaller train.micro_batch_size", "a shorter data.sequence_length"]
-        if least.peak.where.startswith("behind the layers"):
-            ways.insert(0, "model.loss: chunked, which never holds all logits")
-        if not self._tiers:
-            ways.insert(0, "swapping (hardware with a link, or memory.tier: disk)")
         raise PlanError(
             f"a budget of {format_bytes(budget_bytes)} cannot be met: the least possible is "
             f"{format_bytes(least.peak_bytes)}, reached at {least.peak.where} with {made_up}; what would lower it: "
-            f"{'; '.join(ways)}"
+            f"{'; '.join(self._remedies(least.peak))}"
         )
+
+    def _remedies(self, peak: Moment) -> Iterator[str]:
+        """What lowers the least peak: swapping only where other layers hold at that moment what is large enough to be
+        swapped, and another loss only where this one holds all logits then."""
+        if not self._tiers and peak.bytes_by_use.get(HELD, 0) > self._min_swap_bytes:
+            yield "swapping (hardware with a link, or memory.tier: disk)"
+        if peak.where.startswith("behind the layers") and self._holds_all_logits():
+            yield "model.loss: chunked, which never holds all logits"
+        yield "a smaller train.micro_batch_size"
+        yield "a shorter data.sequence_length"
+
+    def _holds_all_logits(self) -> bool:
+        step = self.graph.step
+        assert step is not None
+        return any(op.signature.startswith(f"_log_softmax({step.num_tokens}x") for op in step.gaps[-1].forward)
 
 
 def _percent(share: float) -> str:

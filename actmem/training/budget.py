@@ -14,7 +14,7 @@ from actmem.planning.plan import Tier
 from actmem.planning.planner import Planned, Planner
 from actmem.runtime.swap.building import disk_limit, host_limit, usual_tiers
 from actmem.training.device import choose_device
-from actmem.training.machine import device_name, free_memory_bytes, product_workspace_bytes
+from actmem.training.machine import device_name, free_memory_bytes
 from actmem.training.traced import trace_step
 from actmem.units import format_bytes
 
@@ -88,9 +88,7 @@ def hardware_of(config: RunConfig) -> Hardware:
         return load_hardware(config.hardware)
     device = choose_device(config.train.device)
     if device.type == "cpu":
-        low_precision = config.model.dtype == "bfloat16" or config.train.autocast is not None
-        workspace = product_workspace_bytes(torch.bfloat16 if low_precision else torch.float32)
-        return load_hardware("cpu").model_copy(update={"workspace_bytes": workspace})
+        return load_hardware("cpu").model_copy(update={"num_threads": torch.get_num_threads()})
     found = recognise_device(device_name(device))
     if found is None:
         problem = f"auto finds {device_name(device)}, of which no figures are known"
