@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +9,10 @@ import typer
 
 from actmem.cli.bench import bench_progress
 from actmem.cli.check import step_setting
+from actmem.cli.output import make_directory, told_if_unwritable
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
-from actmem.errors import PlanError
 from actmem.hardware import Hardware, load_hardware
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ def pareto(
     """
     run = load_config(config, overrides or ())
     device = load_hardware(hardware)
-    _make_directory(out)
+    make_directory(out, _FILES)
     found = _solve(run, device, points, seconds, swap)
     write_frontier(found, run, device, out)
     if as_json:
@@ -53,24 +51,6 @@ def pareto(
         screen = Screen()
         show_frontier(screen, found)
         screen.line(f"Written: {out}/{', '.join(_FILES)}", style="dim")
-
-
-def _make_directory(out: Path) -> None:
-    """Before a minute of search, not after."""
-    with _told_if_unwritable(out):
-        out.mkdir(parents=True, exist_ok=True)
-    taken = next((out / name for name in _FILES if (out / name).is_dir()), None)
-    if taken is not None:
-        raise PlanError(f"cannot write {taken}: it is a directory; name another folder")
-
-
-@contextmanager
-def _told_if_unwritable(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or out
-        raise PlanError(f"cannot write {where}: {error.strerror}; name a folder that takes files") from error
 
 
 def _solve(run: RunConfig, hardware: Hardware, num_points: int, seconds: float, swaps: bool) -> Frontier:
@@ -91,7 +71,7 @@ def write_frontier(frontier: Frontier, run: RunConfig, hardware: Hardware, out: 
     from actmem.reporting.frontier_plots import plot_frontier
     from actmem.reporting.refused import refused_figures
 
-    with _told_if_unwritable(out):
+    with told_if_unwritable(out):
         frontier.save(out / "frontier.json")
         frontier.save_csv(out / "frontier.csv")
         plot_frontier(frontier, out / "frontier.svg", out / "frontier.png")

@@ -90,3 +90,15 @@ def test_what_would_lower_a_budget_does_lower_it(tmp_path: Path) -> None:
     swapped = answered("plan", path, "-o", out, "memory_budget=1", "memory.tier=disk", "memory.min_swap_bytes=1")
     least, least_swapped = (each.split("least possible is ")[1].split(",")[0] for each in (said, swapped))
     assert "swapping" not in said or least != least_swapped, f"{least} either way"
+
+
+@pytest.mark.parametrize("name", ["bench.json", "bench.svg"])
+def test_a_directory_in_place_of_a_bench_file_is_told(name: str, tmp_path: Path) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+    assert name in answered("bench", config(tmp_path), "--out", tmp_path / "out", "--policies", "none", "--rounds", "1")
+
+
+def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    assert "Not a directory" in answered("bench", run, "--out", run / "out", "--policies", "none", "--rounds", "1")
+    assert "Not a directory" in answered("pareto", run, "--hardware", "cpu", "-o", run / "out")
