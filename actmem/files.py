@@ -39,22 +39,27 @@ def replace_file(path: str | Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def read_json(path: str | Path, name: str, version: int, read: Callable[[Mapping[str, Any]], Noun]) -> Noun:
-    """What `read` makes of the JSON that ``save`` wrote for a `name`, such as ``graph``, in this version of its format.
+def read_json(path: str | Path, name: str, read: Callable[[Mapping[str, Any]], Noun]) -> Noun:
+    """What `read` makes of the JSON that ``save`` wrote for a `name`, such as ``graph``.
 
     Raises `PlanError` for a file that cannot be read, is cut short, or holds something else.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if isinstance(data, dict) and data.get(f"actmem_{name}") == version:
-            return read(data)
+        return read(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise PlanError(f"cannot read the {name} {path}: {error.strerror}; name a file that save wrote") from error
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is no {name}, or one cut short: {error}; name a file that save wrote") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise PlanError(f"the {name} {path} is not as save wrote it: {error!r}; make it anew") from error
-    raise PlanError(f"{path} is no {name}: it must hold actmem_{name}: {version}, as save writes it")
+
+
+def check_format(data: object, name: str, version: int) -> None:
+    """Raise `PlanError` unless `data` says that it is a `name`, in this version of its format."""
+    if not isinstance(data, Mapping) or data.get(f"actmem_{name}") != version:
+        raise PlanError(f"this is no {name}: it must hold actmem_{name}: {version}, as save writes it")
 
 
 def _mode_of(path: Path) -> int:

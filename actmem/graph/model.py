@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from actmem.files import read_json, replace_file
+from actmem.files import check_format, read_json, replace_file
 from actmem.graph.fingerprint import Fingerprint
 from actmem.graph.region import RegionGraph
 from actmem.graph.step import Step
@@ -59,7 +59,8 @@ class Graph:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Graph:
-        """The graph that `to_dict` wrote."""
+        """The graph that `to_dict` wrote. Raises `PlanError` for other data."""
+        check_format(data, "graph", FORMAT_VERSION)
         kinds = {kind: RegionGraph.from_dict(graph) for kind, graph in data["kinds"].items()}
         step = None if data["step"] is None else Step.from_dict(data["step"])
         made_for = None if data["made_for"] is None else Fingerprint.from_dict(data["made_for"])
@@ -72,4 +73,4 @@ class Graph:
     @classmethod
     def load(cls, path: str | Path) -> Graph:
         """Read the graph that `save` wrote. Raises `PlanError` for another file."""
-        return read_json(path, "graph", FORMAT_VERSION, cls.from_dict)
+        return read_json(path, "graph", cls.from_dict)

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from actmem.files import read_json, replace_file
+from actmem.files import check_format, read_json, replace_file
 from actmem.hardware import Hardware, Level
 from actmem.planning.conditions import conditions_on
 from actmem.planning.planner import Planned, Planner
@@ -161,7 +161,8 @@ class Frontier:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Frontier:
-        """The frontier that `to_dict` wrote."""
+        """The frontier that `to_dict` wrote. Raises `PlanError` for other data."""
+        check_format(data, "frontier", FORMAT_VERSION)
         derived = {"actmem_frontier", "times", "unplanned", "least", "knee"}
         fields = {name: value for name, value in data.items() if name not in derived}
         fields["tiers"] = tuple(fields["tiers"])
@@ -176,7 +177,7 @@ class Frontier:
     @classmethod
     def load(cls, path: str | Path) -> Frontier:
         """Read the frontier that `save` wrote. Raises `PlanError` for another file."""
-        return read_json(path, "frontier", FORMAT_VERSION, cls.from_dict)
+        return read_json(path, "frontier", cls.from_dict)
 
     def save_csv(self, path: str | Path) -> None:
         """Write a line a point. Every line says whose hardware it is and where its times come from."""
