@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import re
 
+MAX_BYTES = 2**63
+_LONG = 60
+_EXAMPLES = "write for example 1048576, '60GiB' or '1.5 MB'"
 _FACTORS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _FACTORS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of ``"60GiB"``, ``"1.5 MB"`` or a plain number; `ValueError` for anything else."""
+    """Bytes of ``"60GiB"``, ``"1.5 MB"`` or a plain number, below `MAX_BYTES`; `ValueError` for anything else."""
     match = _BYTES.fullmatch(str(text))
     factor = _FACTORS.get((match[2] or "B").upper()) if match else None
     if match is None or factor is None:
-        raise ValueError(f"{text!r} is not a number of bytes; write for example 1048576, '60GiB' or '1.5 MB'")
-    return int(float(match[1]) * factor)
+        raise ValueError(f"{_shortened(str(text))} is not a number of bytes; {_EXAMPLES}")
+    num_bytes = float(match[1]) * factor
+    if num_bytes >= MAX_BYTES:
+        raise ValueError(f"{_shortened(str(text))} is more bytes than any device has; write less than 8388608TiB")
+    return int(num_bytes)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -26,6 +32,10 @@ def format_bytes(num_bytes: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.{_decimals(value)}f} {unit}"
         value /= 1024
     return f"{value:.{_decimals(value)}f} TiB"
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= _LONG else f"{text[:_LONG]}...")
 
 
 def _decimals(value: float) -> int:

@@ -139,7 +139,7 @@ def _num_layers(fields: dict[str, object], batch: tuple[int, int], device: torch
         data=DataConfig(path=["*"], sequence_length=batch[1]),
         train=TrainConfig(micro_batch_size=batch[0]),
     )
-    graph, _ = trace_run(run)
+    graph = trace_run(run)
     region = graph.of_layer(next(iter(graph.layers)))
     held = unplanned_fates(region).held_bytes
     weights = sum(region.storages[index].num_bytes for index in _parameters(region))

@@ -134,7 +134,7 @@ def measure_frontier(screen: Screen) -> None:
     )
     hardware = calibrated(run)
     save_hardware(hardware, OUT / "hardware.yaml")
-    planner = planner_of(run, trace_step(run)[0], gradients_stand=True)
+    planner = planner_of(run, trace_step(run), gradients_stand=True)
     steps = list(along(planner, NUM_BUDGETS, seconds=2.0))
     predicted = frontier(planner, hardware, setting=f"Qwen3, {SEQUENCE_LENGTH} tokens", steps=steps)
     contenders = [*YARDSTICKS, *(step.planned.plan for step in steps)]

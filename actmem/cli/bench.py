@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from actmem.cli.check import step_setting
+from actmem.cli.output import make_directory, told_if_unwritable
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from actmem.training.packing import Batch
 
 _AUTO = "auto@"
+_FILES = ("bench.json", "bench.png", "bench.svg")
 _POLICIES = "none,selective,mlp,full,torch-sac,torch-full"
 
 
@@ -52,15 +54,16 @@ def bench(
     """
     run = load_config(config, overrides or ())
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    result = _measure(run, _with_budgets(run, _with_own_plan(run, names)), rounds)
     directory = out or run.train.output_dir / "bench"
+    make_directory(directory, _FILES)
+    result = _measure(run, _with_budgets(run, _with_own_plan(run, names)), rounds)
     write_result(result, directory)
     if as_json:
         print_json(result.to_dict())
     else:
         screen = Screen()
         show_result(screen, result)
-        screen.line(f"Written: {directory}/bench.json, bench.png, bench.svg", style="dim")
+        screen.line(f"Written: {directory}/{', '.join(_FILES)}", style="dim")
     if result.disagreeing:
         raise typer.Exit(1)
 
@@ -78,8 +81,7 @@ def _with_budgets(run: RunConfig, policies: list[str | Plan]) -> list[str | Plan
     from actmem.training.budget import planner_of
     from actmem.training.traced import trace_step
 
-    graph, _ = trace_step(run)
-    planner = planner_of(run, graph, gradients_stand=True)
+    planner = planner_of(run, trace_step(run), gradients_stand=True)
     return [
         planner.within(each.removeprefix(_AUTO)).plan if isinstance(each, str) and each.startswith(_AUTO) else each
         for each in policies
@@ -139,9 +141,10 @@ def write_result(result: BenchResult, directory: Path) -> None:
     """Write bench.json, bench.png and bench.svg."""
     from actmem.reporting.plots import plot_bench
 
-    directory.mkdir(parents=True, exist_ok=True)
-    result.save(directory / "bench.json")
-    plot_bench(result, directory / "bench.png", directory / "bench.svg")
+    with told_if_unwritable(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        result.save(directory / "bench.json")
+        plot_bench(result, directory / "bench.png", directory / "bench.svg")
 
 
 def show_result(screen: Screen, result: BenchResult) -> None:

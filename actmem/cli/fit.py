@@ -100,7 +100,7 @@ def _tracer(run: RunConfig, on_trace: Callable[[str], None]) -> Callable[[Shape]
         on_trace(f"{shape[0]} x {shape[1]} tokens")
         train = run.train.model_copy(update={"micro_batch_size": shape[0]})
         data = run.data.model_copy(update={"sequence_length": shape[1]})
-        return trace_step(run.model_copy(update={"train": train, "data": data}), model)[0]
+        return trace_step(run.model_copy(update={"train": train, "data": data}), model)
 
     return graph_of
 

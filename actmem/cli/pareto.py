@@ -9,10 +9,10 @@ import typer
 
 from actmem.cli.bench import bench_progress
 from actmem.cli.check import step_setting
+from actmem.cli.output import make_directory, told_if_unwritable
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
-from actmem.errors import PlanError
 from actmem.hardware import Hardware, load_hardware
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def pareto(
     """
     run = load_config(config, overrides or ())
     device = load_hardware(hardware)
-    _make_directory(out)
+    make_directory(out, _FILES)
     found = _solve(run, device, points, seconds, swap)
     write_frontier(found, run, device, out)
     if as_json:
@@ -53,14 +53,6 @@ def pareto(
         screen.line(f"Written: {out}/{', '.join(_FILES)}", style="dim")
 
 
-def _make_directory(out: Path) -> None:
-    """Before a minute of search, not after."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlanError(f"cannot write to {out}: {error.strerror}; name a folder that is, or can be, made") from error
-
-
 def _solve(run: RunConfig, hardware: Hardware, num_points: int, seconds: float, swaps: bool) -> Frontier:
     from actmem.planning.frontier import frontier
     from actmem.training.budget import planner_of
@@ -68,8 +60,7 @@ def _solve(run: RunConfig, hardware: Hardware, num_points: int, seconds: float, 
 
     with bench_progress(num_points + 2, "pareto") as on_step:
         on_step("trace")
-        graph, made_for = trace_step(run)
-        planner = planner_of(run, graph, made_for, hardware=hardware, swaps=swaps)
+        planner = planner_of(run, trace_step(run), hardware=hardware, swaps=swaps)
         setting = step_setting(run)
         return frontier(planner, hardware, setting=setting, num_points=num_points, seconds=seconds, on_point=on_step)
 
@@ -80,10 +71,11 @@ def write_frontier(frontier: Frontier, run: RunConfig, hardware: Hardware, out: 
     from actmem.reporting.frontier_plots import plot_frontier
     from actmem.reporting.refused import refused_figures
 
-    frontier.save(out / "frontier.json")
-    frontier.save_csv(out / "frontier.csv")
-    plot_frontier(frontier, out / "frontier.svg", out / "frontier.png")
-    write_page(frontier, hardware, refused_figures(run, hardware), out / "frontier.html")
+    with told_if_unwritable(out):
+        frontier.save(out / "frontier.json")
+        frontier.save_csv(out / "frontier.csv")
+        plot_frontier(frontier, out / "frontier.svg", out / "frontier.png")
+        write_page(frontier, hardware, refused_figures(run, hardware), out / "frontier.html")
 
 
 def show_frontier(screen: Screen, frontier: Frontier) -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from actmem.graph import Graph
-    from actmem.planning import Fingerprint
     from actmem.planning.simulator import Simulation
 
 
@@ -100,17 +99,17 @@ def _made(run: RunConfig) -> _Made:
     from actmem.training.traced import shapes_of, trace_step
 
     model = shapes_of(run)
-    graph, made_for = trace_step(run, model)
-    planner, hardware = planner_of(run, graph, made_for), hardware_of(run)
+    graph = trace_step(run, model)
+    planner, hardware = planner_of(run, graph), hardware_of(run)
     named = f"{hardware.name}, {hardware.times} times of ops"
     if run.memory_budget is not None:
         found = plan_with(planner, run)
         return _Made(found.plan, found.simulation, found.unplanned, named, found.bound_seconds)
-    plan = _given(run, model, graph, made_for)
+    plan = _given(run, model, graph)
     return _Made(plan, planner.simulate(plan), planner.unplanned, named)
 
 
-def _given(run: RunConfig, model: PreTrainedModel, graph: Graph, made_for: Fingerprint) -> Plan:
+def _given(run: RunConfig, model: PreTrainedModel, graph: Graph) -> Plan:
     from actmem.planning.chosen_rules import rules_of_policy
     from actmem.planning.sections import plan_of
 
@@ -119,4 +118,4 @@ def _given(run: RunConfig, model: PreTrainedModel, graph: Graph, made_for: Finge
         given = Plan.load(given)
     if not isinstance(given, Plan):
         given = Plan(source.name, rules_of_policy(graph, source.rules))
-    return replace(given, fingerprint=made_for)
+    return replace(given, fingerprint=graph.made_for)

@@ -36,9 +36,9 @@ def traced_rules(run: RunConfig, model: PreTrainedModel, *, whole: bool = False)
 
     if run.memory_budget is None:
         source = rules_of(run, model)
-        return source, (trace_step if whole else trace_run)(run, model)[0]
-    graph, made_for = trace_step(run, model)
-    return rule_source(plan_with(planner_of(run, graph, made_for), run).plan), graph
+        return source, (trace_step if whole else trace_run)(run, model)
+    graph = trace_step(run, model)
+    return rule_source(plan_with(planner_of(run, graph), run).plan), graph
 
 
 def rules_of(run: RunConfig, model: PreTrainedModel) -> RuleSource:

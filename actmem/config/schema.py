@@ -7,6 +7,7 @@ is the work of `actmem.config.loading`; the rules that tie several fields togeth
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -22,7 +23,7 @@ from pydantic import (
 )
 
 from actmem.config.layers import split_layers
-from actmem.units import parse_bytes
+from actmem.units import MAX_BYTES, parse_bytes
 
 PresetName = Literal[
     "qwen3-0.6b",
@@ -60,34 +61,36 @@ def _read_bytes(value: object) -> object:
     return parse_bytes(value) if isinstance(value, str) else value
 
 
-Bytes = Annotated[int, Field(ge=0, json_schema_extra={"format": "bytes"}), BeforeValidator(_read_bytes)]
+Bytes = Annotated[int, Field(ge=0, lt=MAX_BYTES, json_schema_extra={"format": "bytes"}), BeforeValidator(_read_bytes)]
 """A number of bytes: ``1048576`` or ``"64GiB"``."""
 
 
 def read_budget(value: object) -> int | float | Literal["auto"]:
-    """A budget as a user wrote it: ``"40%"`` and ``0.4`` as a share, text with a unit and whole numbers as bytes."""
+    """A budget as a user wrote it: ``"40%"`` and ``0.4`` as a share, text with a unit and whole numbers as bytes.
+
+    Raises `ValueError` for what is neither.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("is neither a number of bytes nor a share")
     if isinstance(value, str):
         text = value.strip()
         if text.lower() == "auto":
             return "auto"
-        read = float(text[:-1]) / 100 if text.endswith("%") and _is_number(text[:-1]) else parse_bytes(text)
+        read = _read_share(text) if _SHARE.fullmatch(text) else parse_bytes(text)
     else:
         read = value
     if isinstance(read, float) and not 0.0 < read <= 1.0:
         raise ValueError("as a share it must lie above 0 and at most at 1; for bytes write a unit, as in '60GiB'")
-    if read <= 0:
-        raise ValueError("must be above 0")
+    if not 0 < read < MAX_BYTES:
+        raise ValueError("must be above 0" if read <= 0 else "is more bytes than any device has")
     return read
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+_SHARE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)\s*%|[+-]?(\d+\.\d*|\.\d+)", re.ASCII)
+
+
+def _read_share(text: str) -> float:
+    return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
 
 
 Budget = Annotated[

@@ -36,7 +36,7 @@ def field_fault(document: Document, kind: str, location: Location, value: object
 def _problem(kind: str, value: object) -> str:
     if kind == "literal_error" and isinstance(value, str):
         return f"{shown(value)} is not among the allowed names"
-    if kind in _OUT_OF_RANGE:
+    if kind in _OUT_OF_RANGE or (kind == "value_error" and type(value) in (int, float)):
         return f"{shown(value)} is out of range"
     if kind in _EMPTY and not value:
         return f"{shown(value)} is empty"

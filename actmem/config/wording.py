@@ -11,6 +11,7 @@ from typing import Any
 from actmem.config.schema import LAYERS_SCHEMA, RunConfig
 from actmem.config.shown import quoted, shown
 
+A_NUMBER_OF_BYTES = "a number of bytes such as 1048576 or '64GiB'"
 _PLAIN_KEY = re.compile(r"[\w -]+")
 _CLOSE_ENOUGH = 0.5  # 'fp32' for 'float32' is as far off as a slip still is
 
@@ -107,7 +108,7 @@ def _in_words(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return str(schema["const"])
     if schema.get("format") == "bytes":
-        return "a number of bytes such as 1048576 or '64GiB'"
+        return A_NUMBER_OF_BYTES
     if schema.get("format") == "budget":
         return "bytes such as '60GiB', a share of the activations such as 0.4 or '40%', or auto"
     kind = schema.get("type")

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from actmem.config.document import UNREADABLE, Document, read_document
 from actmem.config.shown import shown
-from actmem.config.wording import dotted, kind_of, nearest
+from actmem.config.wording import A_NUMBER_OF_BYTES, dotted, kind_of, nearest
 from actmem.errors import Fault, HardwareError
 from actmem.hardware.profile import Collectives, Copying, Efficiency, Hardware, Rate, Shares
 
@@ -35,13 +35,14 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     known = _aliases().get(_plain(str(name_or_path)))
     if known is not None:
         return devices[known]
-    path = Path(name_or_path)
-    if path.suffix in _FILE_ENDINGS or path.exists():
+    path = Path(name_or_path) if isinstance(name_or_path, str | Path) and str(name_or_path) else None
+    if path is not None and (path.suffix in _FILE_ENDINGS or _exists(path)):
         return parse_hardware(_read(path), str(path))
-    problem = f"{shown(str(name_or_path))} is neither a known device nor a file"
+    named = str(name_or_path)
+    problem = f"{shown(named)} is neither a known device nor a file"
     allowed = f"{', '.join(devices)}, or a YAML file that actmem calibrate wrote"
-    closest = _aliases().get(nearest(str(name_or_path), _aliases()) or "")
-    raise HardwareError([Fault("hardware", problem, str(name_or_path), allowed, closest)], "the hardware")
+    closest = _aliases().get(nearest(named, _aliases()) or "")
+    raise HardwareError([Fault("hardware", problem, named, allowed, closest)], "the hardware")
 
 
 def parse_hardware(text: str, source: str | None = None) -> Hardware:
@@ -92,6 +93,10 @@ def _fault(document: Document, error: Any) -> Fault:
         closest = nearest(location[-1], keys)
         return document.fault(location, problem, value=value, allowed=", ".join(keys), nearest=closest)
     allowed = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if kind == "value_error" and isinstance(value, str):
+        allowed = A_NUMBER_OF_BYTES
+    if kind == "less_than" and isinstance(value, str):
+        return document.fault(location, f"{shown(value)} is out of range", value=value, allowed=allowed)
     if isinstance(value, bool | int | float) and kind != "finite_number" and not kind.endswith("_type"):
         problem = f"{value if isinstance(value, bool) else format(value, 'g')} is out of range"
     else:
@@ -108,11 +113,20 @@ def _keys_beside(location: tuple[str | int, ...]) -> tuple[str, ...]:
     return _KEYS["Shares" if location[0] == "efficiency" else "Rate"]
 
 
+def _exists(path: Path) -> bool:
+    """Whether there is something; a name that no file can have counts as a no."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+    except (OSError, ValueError) as error:
+        not_text = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        reason = error.strerror if isinstance(error, OSError) else not_text
         fault = Fault(str(path), f"cannot be read: {reason}", str(path), "a YAML file that actmem calibrate wrote")
         raise HardwareError([fault], str(path)) from None
 

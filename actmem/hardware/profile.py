@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
 
-from actmem.config.schema import Bytes, Section, Text
+from actmem.config.schema import Bytes, Positive, Section, Text
 
 Level = Literal["low", "nominal", "high"]
 
@@ -99,6 +100,8 @@ class Hardware(Section):
     - `memory_bytes_per_second`: reading and writing the device's memory, of which there are `memory_bytes`. The
       allocator gives it out in multiples of `allocation_bytes`.
     - `workspace_bytes`: what kernels take for themselves while they run, which no trace shows.
+    - `packing_bytes_per_thread`: what each of `num_threads` takes on top where products of bfloat16 run, to pack their
+      operands; ``None``: as many threads as the machine has that plans are made on.
     - `link`: to and from the host's memory; ``None`` where the device is the host. `disk`: to and from a scratch file.
     - `op_seconds`: the time of the smallest op.
     - `copy_slowdown`: seconds that computing loses for each second of copying, where copies take the same cores.
@@ -117,6 +120,8 @@ class Hardware(Section):
     memory_bytes: Annotated[Bytes, Field(ge=2**20)]
     allocation_bytes: Annotated[int, Field(ge=1, le=2**21)]
     workspace_bytes: Bytes = 0
+    packing_bytes_per_thread: Bytes = 0
+    num_threads: Positive | None = None
     link: Copying | None = None
     disk: Copying | None = None
     collectives: Collectives | None = None
@@ -137,6 +142,14 @@ class Hardware(Section):
             if fastest > memory.peak:
                 raise ValueError(f"{fastest:g} bytes/s at most {memory.peak:g}, the rate of the memory that it fills")
         return link
+
+    @field_validator("workspace_bytes")
+    @classmethod
+    def _leaves_memory(cls, workspace_bytes: int, info: ValidationInfo) -> int:
+        memory_bytes = info.data.get("memory_bytes")
+        if memory_bytes is not None and workspace_bytes >= memory_bytes:
+            raise PydanticKnownError("less_than", {"lt": memory_bytes})
+        return workspace_bytes
 
     @property
     def times(self) -> Literal["measured", "modelled"]:

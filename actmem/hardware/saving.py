@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 from pathlib import Path
 
 from ruamel.yaml import YAML
 
 from actmem.errors import Fault, HardwareError
+from actmem.files import replace_file
 from actmem.hardware.loading import FORMAT_KEY, FORMAT_VERSION
 from actmem.hardware.profile import Hardware
 
@@ -23,7 +22,7 @@ def save_hardware(hardware: Hardware, path: str | Path) -> None:
     """Write a profile; whoever reads finds the old file or the whole new one. Raises `HardwareError`."""
     path = Path(path)
     try:
-        _replace(path, _text_of(hardware))
+        replace_file(path, _text_of(hardware))
     except OSError as error:
         raise HardwareError([write_fault(path, error.strerror or str(error))], str(path)) from error
 
@@ -41,22 +40,3 @@ def _text_of(hardware: Hardware) -> str:
     stream = io.StringIO()
     yaml.dump({FORMAT_KEY: FORMAT_VERSION, **hardware.model_dump(exclude_none=True)}, stream)
     return _HEAD + stream.getvalue()
-
-
-def _replace(path: Path, text: str) -> None:
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(descriptor)
-        Path(partial).chmod(0o666 & ~_umask())
-        Path(partial).replace(path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

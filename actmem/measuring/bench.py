@@ -65,7 +65,7 @@ def run_bench(
             return next_token_loss(model, batch, num_targets=batch.targets.numel(), kind=loss).total()
 
     with casting:
-        graph, _ = trace_layers(model.base_model, {"input_ids": batch.inputs, "use_cache": False})
+        graph = trace_layers(model.base_model, {"input_ids": batch.inputs, "use_cache": False})
     with ExitStack() as stack:
         settings = (memory or MemoryConfig()).model_copy(update={"verify": "off"})
         contenders = [stack.enter_context(_Contender(model, name, forward, settings)) for name in names]

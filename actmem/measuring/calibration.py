@@ -33,7 +33,7 @@ from actmem.measuring.rates import (
     smallest_op_seconds,
 )
 from actmem.runtime.swap.streams import StreamEngine
-from actmem.training.machine import device_memory_bytes, device_name, product_workspace_bytes
+from actmem.training.machine import device_memory_bytes, device_name
 
 STAGES = ("memory", "products", "attention", "small ops", "link", "disk", "engine", "ops of a step")
 _ALLOCATION_BYTES = 512  # to which torch's caching allocator rounds
@@ -120,7 +120,9 @@ def _profile(device: torch.device, found: _Findings, dtype: torch.dtype, note: s
         memory_bytes_per_second=memory,
         memory_bytes=device_memory_bytes(device),
         allocation_bytes=1 if device.type == "cpu" else _ALLOCATION_BYTES,
-        workspace_bytes=product_workspace_bytes(dtype) if known is None else known.workspace_bytes,
+        workspace_bytes=0 if known is None else known.workspace_bytes,
+        packing_bytes_per_thread=load_hardware("cpu").packing_bytes_per_thread if device.type == "cpu" else 0,
+        num_threads=torch.get_num_threads() if device.type == "cpu" else None,
         link=link,
         disk=_copying(found.disk, None),
         collectives=(known or load_hardware("cpu")).collectives,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from actmem.files import replace_file
 from actmem.measuring.agreement import Agreement
 from actmem.measuring.interleave import Timing
 from actmem.planning.fates import INPUT, SAVED, SMALL
@@ -116,7 +117,7 @@ class BenchResult:
 
     def save(self, path: str | Path) -> None:
         """Write the result as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        replace_file(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> BenchResult:

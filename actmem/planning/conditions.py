@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from typing import get_args
 
+from actmem.config.shown import shown
+from actmem.errors import PlanError
 from actmem.graph import RegionGraph
 from actmem.hardware import CopyRates, CostModel, Hardware, Level
 from actmem.planning.course import Costs
-from actmem.planning.plan import Tier
+from actmem.planning.plan import TIERS, Tier
 from actmem.planning.simulator import Conditions, Link
 
 _SHARE_OF_DISK = 0.5
@@ -26,13 +30,29 @@ def conditions_on(
     gradients_stand: bool = True,
 ) -> Conditions:
     """The conditions of a step on `hardware` at an efficiency. Of `tiers`, those stay to which its profile has a
-    link."""
+    link. Raises `PlanError` for a level or a tier that is none."""
+    _refuse_unknown("level", (level,), get_args(Level))
+    _refuse_unknown("tiers", tiers, TIERS)
     model = CostModel(hardware, level)
     known = {"host": model.link, "disk": model.disk}
     links = {tier: _link(tier, rates, hardware.copy_slowdown) for tier in tiers if (rates := known[tier]) is not None}
     return Conditions(
-        _costs(model), links, prefetch, in_flight_limit, gradients_stand, workspace_bytes=hardware.workspace_bytes
+        _costs(model),
+        links,
+        prefetch,
+        in_flight_limit,
+        gradients_stand,
+        workspace_bytes=hardware.workspace_bytes,
+        packing_bytes=hardware.packing_bytes_per_thread * (hardware.num_threads or os.cpu_count() or 1),
     )
+
+
+def _refuse_unknown(name: str, given: object, known: tuple[str, ...]) -> None:
+    entries = given if isinstance(given, tuple | list) else (given,)
+    unknown = [each for each in entries if each not in known]
+    if unknown or entries is not given:
+        problem = f"{shown(unknown[0])} is not known" if unknown else f"{shown(given)} is no tuple"
+        raise PlanError(f"{name}: {problem}; allowed: {', '.join(known)}")
 
 
 def _link(tier: Tier, rates: CopyRates, slowdown: float) -> Link:

@@ -13,6 +13,7 @@ System Behavior" (ICDCS Workshops 2011).
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from actmem.errors import PlanError
+from actmem.files import check_format, read_json, replace_file
 from actmem.hardware import Hardware, Level
 from actmem.planning.conditions import conditions_on
 from actmem.planning.planner import Planned, Planner
@@ -160,9 +161,8 @@ class Frontier:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Frontier:
-        """The frontier that `to_dict` wrote."""
-        if data.get("actmem_frontier") != FORMAT_VERSION:
-            raise PlanError(f"this is no frontier: it must hold actmem_frontier: {FORMAT_VERSION}, as pareto writes it")
+        """The frontier that `to_dict` wrote. Raises `PlanError` for other data."""
+        check_format(data, "frontier", FORMAT_VERSION)
         derived = {"actmem_frontier", "times", "unplanned", "least", "knee"}
         fields = {name: value for name, value in data.items() if name not in derived}
         fields["tiers"] = tuple(fields["tiers"])
@@ -172,26 +172,27 @@ class Frontier:
 
     def save(self, path: str | Path) -> None:
         """Write the frontier as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        replace_file(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Frontier:
         """Read the frontier that `save` wrote. Raises `PlanError` for another file."""
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return read_json(path, "frontier", cls.from_dict)
 
     def save_csv(self, path: str | Path) -> None:
         """Write a line a point. Every line says whose hardware it is and where its times come from."""
         uses = list(dict.fromkeys(use for point in (*self.points, *self.beside) for use in point.bytes_by_use))
-        with Path(path).open("w", newline="", encoding="utf-8") as stream:
-            lines = csv.writer(stream)
-            names = [name for name in FrontierPoint.__dataclass_fields__ if name not in ("bytes_by_use", "timeline")]
-            head = ["setting", "hardware", "efficiency", "times", *names, "step_ratio", "is_knee"]
-            lines.writerow([*head, *(f"peak_bytes of {use}" for use in uses)])
-            for point in (*self.points, *self.beside):
-                about = [self.setting, self.hardware, self.efficiency, self.times_in_words]
-                own = [getattr(point, name) for name in names]
-                parts = [point.bytes_by_use.get(use, 0) for use in uses]
-                lines.writerow([*about, *own, self.ratio(point), point is self.knee, *parts])
+        stream = io.StringIO(newline="")
+        lines = csv.writer(stream)
+        names = [name for name in FrontierPoint.__dataclass_fields__ if name not in ("bytes_by_use", "timeline")]
+        head = ["setting", "hardware", "efficiency", "times", *names, "step_ratio", "is_knee"]
+        lines.writerow([*head, *(f"peak_bytes of {use}" for use in uses)])
+        for point in (*self.points, *self.beside):
+            about = [self.setting, self.hardware, self.efficiency, self.times_in_words]
+            own = [getattr(point, name) for name in names]
+            parts = [point.bytes_by_use.get(use, 0) for use in uses]
+            lines.writerow([*about, *own, self.ratio(point), point is self.knee, *parts])
+        replace_file(path, stream.getvalue())
 
     def _with_ratio(self, point: FrontierPoint) -> dict[str, Any]:
         return asdict(point) | {"step_ratio": self.ratio(point)}

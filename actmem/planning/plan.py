@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 from actmem.config import patterns
 from actmem.errors import PlanError
+from actmem.graph import Fingerprint
 
 INPUT_PATH = "input"
 
@@ -69,35 +70,6 @@ _READINGS: dict[Reach, Callable[[str, str], bool]] = {
     "below": patterns.covers,
     "communication": patterns.hits_communication,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What a plan was made for. `regions`: kind of each layer (its class and a digest of its parameters' shapes);
-    `inputs`: shape of each region input by name; `dtypes` of the parameters; `autocast` dtype or ``None``."""
-
-    model: str
-    regions: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    inputs: tuple[str, ...] = ()
-    autocast: str | None = None
-
-    def differences(self, other: Fingerprint) -> list[str]:
-        """Each field in which `other` differs, in words; empty for an equal fingerprint."""
-        found = []
-        if len(self.regions) != len(other.regions):
-            found.append(f"the plan has {len(self.regions)} layers, the model {len(other.regions)}")
-        else:
-            pairs = enumerate(zip(self.regions, other.regions, strict=True))
-            unequal = [(layer, mine, theirs) for layer, (mine, theirs) in pairs if mine != theirs]
-            if unequal:
-                layer, mine, theirs = unequal[0]
-                found.append(f"{len(unequal)} layers differ, first layer {layer}: plan {mine}, model {theirs}")
-        for name in ("model", "dtypes", "inputs", "autocast"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                found.append(f"{name}: plan {_plain(mine)}, model {_plain(theirs)}")
-        return found
 
 
 @dataclass(frozen=True)
@@ -170,7 +142,3 @@ class RuleSet:
     def actions(self) -> frozenset[Action]:
         """What the rules can do."""
         return frozenset(rule.action for rule in self.rules)
-
-
-def _plain(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

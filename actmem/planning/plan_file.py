@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,18 @@ from ruamel.yaml.error import YAMLError
 from actmem.config.layers import from_ranges, to_ranges
 from actmem.config.patterns import pattern_problem
 from actmem.errors import PlanError
-from actmem.planning.plan import REACHES, TIERS, Action, Fingerprint, Plan, Reach, Rule, Tier
+from actmem.files import replace_file
+from actmem.graph import Fingerprint
+from actmem.planning.plan import REACHES, TIERS, Action, Plan, Reach, Rule, Tier
 
 FORMAT_VERSION = 1
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a plan as YAML."""
-    with path.open("w", encoding="utf-8") as stream:
-        _yaml().dump(_to_dict(plan), stream)
+    """Write a plan as YAML; where that fails, with `OSError`, a plan that stood there stays."""
+    stream = io.StringIO()
+    _yaml().dump(_to_dict(plan), stream)
+    replace_file(path, stream.getvalue())
 
 
 def read_plan(path: Path) -> Plan:

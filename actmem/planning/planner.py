@@ -23,9 +23,9 @@ from actmem.planning.chosen_rules import rules_of_options, rules_of_policy
 from actmem.planning.conditions import conditions_on
 from actmem.planning.fates import fates_under, path_of_storage
 from actmem.planning.options import Option, OptionMaker
-from actmem.planning.plan import Fingerprint, Plan, Rule, RuleSet, Tier
+from actmem.planning.plan import Plan, Rule, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
-from actmem.planning.simulator import Conditions, LayerPlan, Simulation, Simulator
+from actmem.planning.simulator import HELD, Conditions, LayerPlan, Moment, Simulation, Simulator
 from actmem.planning.solver import Choice, Mood, Solver
 from actmem.units import format_bytes
 
@@ -111,7 +111,6 @@ class Planner:
         *,
         limits: Mapping[Tier, int] | None = None,
         min_swap_bytes: int = 2**20,
-        fingerprint: Fingerprint | None = None,
         swap_to: tuple[Tier, ...] | None = None,
     ) -> None:
         if graph.step is None:
@@ -123,7 +122,6 @@ class Planner:
         self.simulator = Simulator(graph, conditions)
         self._limits = dict(limits or {})
         self._min_swap_bytes = min_swap_bytes
-        self._fingerprint = fingerprint
         self._tiers = tuple(conditions.links) if swap_to is None else swap_to
 
     @cached_property
@@ -293,13 +291,13 @@ class Planner:
         return _Found(rules, layers, self.simulator.run(layers))
 
     def _planned(self, found: _Found, name: str, budget_bytes: int, bound: float | None) -> Planned:
-        plan = Plan(name, found.rules, self._fingerprint, prefetch=self.simulator.conditions.prefetch)
+        plan = Plan(name, found.rules, self.graph.made_for, prefetch=self.simulator.conditions.prefetch)
         bound_seconds = self.unplanned.seconds + (bound or 0.0)
         is_optimal = found.simulation.seconds <= bound_seconds + self._solver.gap_seconds
         return Planned(plan, budget_bytes, found.simulation, self.unplanned, bound_seconds, is_optimal, found.layers)
 
     def _unplanned(self, budget_bytes: int, name: str) -> Planned:
-        plan = Plan(name, (), self._fingerprint)
+        plan = Plan(name, (), self.graph.made_for)
         layers = tuple(self.layer_plans("none"))
         seconds = self.unplanned.seconds
         return Planned(plan, budget_bytes, self.unplanned, self.unplanned, seconds, True, layers)
@@ -317,16 +315,26 @@ class Planner:
         least = self.least.simulation
         parts = sorted(least.peak.bytes_by_use.items(), key=lambda part: -part[1])
         made_up = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
-        ways = ["a smaller train.micro_batch_size", "a shorter data.sequence_length"]
-        if least.peak.where.startswith("behind the layers"):
-            ways.insert(0, "model.loss: chunked, which never holds all logits")
-        if not self._tiers:
-            ways.insert(0, "swapping (hardware with a link, or memory.tier: disk)")
         raise PlanError(
             f"a budget of {format_bytes(budget_bytes)} cannot be met: the least possible is "
             f"{format_bytes(least.peak_bytes)}, reached at {least.peak.where} with {made_up}; what would lower it: "
-            f"{'; '.join(ways)}"
+            f"{'; '.join(self._remedies(least.peak))}"
         )
+
+    def _remedies(self, peak: Moment) -> Iterator[str]:
+        """What lowers the least peak: swapping only where other layers hold at that moment what is large enough to be
+        swapped, and another loss only where this one holds all logits then."""
+        if not self._tiers and peak.bytes_by_use.get(HELD, 0) > self._min_swap_bytes:
+            yield "swapping (hardware with a link, or memory.tier: disk)"
+        if peak.where.startswith("behind the layers") and self._holds_all_logits():
+            yield "model.loss: chunked, which never holds all logits"
+        yield "a smaller train.micro_batch_size"
+        yield "a shorter data.sequence_length"
+
+    def _holds_all_logits(self) -> bool:
+        step = self.graph.step
+        assert step is not None
+        return any(op.signature.startswith(f"_log_softmax({step.num_tokens}x") for op in step.gaps[-1].forward)
 
 
 def _percent(share: float) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from actmem.graph import Constant, Escape, Graph, Step
@@ -19,6 +19,8 @@ from actmem.planning.course import Costs, Course, Swap, follow, own_held
 from actmem.planning.fates import Fates
 from actmem.planning.plan import Tier
 from actmem.planning.surroundings import GapCourse, Outlasting, Surroundings, stands_longer, survey
+
+HELD = "held by other layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class LayerPlan:
 class Conditions:
     """What a step runs under: costs of ops, links to the tiers, how many layers ahead reloads start, how many bytes may
     be on their way out or in, whether parameters have gradients when it begins, and the bytes that kernels may take for
-    themselves at any moment."""
+    themselves at any moment: `workspace_bytes`, and `packing_bytes` on top in a step with products of bfloat16."""
 
     costs: Costs
     links: Mapping[Tier, Link]
@@ -57,6 +59,12 @@ class Conditions:
     in_flight_limit: int = 2**33
     gradients_stand: bool = True
     workspace_bytes: int = 0
+    packing_bytes: int = 0
+
+    def for_step(self, graph: Graph) -> Conditions:
+        """The same for the step of `graph`, with all that its kernels take as `workspace_bytes`."""
+        packing_bytes = self.packing_bytes if graph.multiplies_bfloat16 else 0
+        return replace(self, workspace_bytes=self.workspace_bytes + packing_bytes, packing_bytes=0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ class Simulator:
     def __init__(self, graph: Graph, conditions: Conditions) -> None:
         assert graph.step is not None, "only the layers' forward passes were traced"
         self.graph = graph
-        self.conditions = conditions
+        self.conditions = conditions.for_step(graph)
         self.surroundings: Surroundings = self._survey({})
         self._surroundings: dict[Hashable, Surroundings] = {}
         self._calls = graph.step.calls
@@ -381,7 +389,7 @@ class _Peak(NamedTuple):
             "optimizer": standing.optimizer,
             "gradients": standing.gradients if conditions.gradients_stand else 0,
             "workspace of kernels": conditions.workspace_bytes,
-            "held by other layers": self.held,
+            HELD: self.held,
             "swapped, on the way": self.moving,
             "this layer, or what is computed": self.own,
         }

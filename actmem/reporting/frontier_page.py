@@ -8,6 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.table import Table
 
+from actmem.files import replace_file
 from actmem.hardware import Hardware
 from actmem.planning.frontier import Frontier
 from actmem.reporting.frontier_plots import frontier_figure, make_up_figure, memory_figure, unit_of
@@ -35,7 +36,7 @@ def write_page(frontier: Frontier, hardware: Hardware, refused: Sequence[Refused
         refused=refused,
         source=SOURCE,
     )
-    Path(path).write_text(text, encoding="utf-8")
+    replace_file(path, text)
 
 
 def _cells_of(table: Table) -> tuple[list[str], list[list[str]]]:

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
 
 from actmem._compat import DATA_DEPENDENT_ERRORS, FakeGroupedProducts, FakeTensorMode
 from actmem.errors import ApplyError
 from actmem.graph import Graph, RegionGraph, Standing
 from actmem.models.packing import one_sequence_a_row
-from actmem.planning import Fingerprint
 from actmem.runtime import apply
 from actmem.runtime.kinds import num_bytes
 from actmem.tracing.assembly import assemble
@@ -43,20 +43,9 @@ def trace(
     model on the meta device the tensors in `batch` give shapes and dtypes alone, and each row is taken for one
     sequence. `regions` are the layers, as `apply` takes them. Autocast is that of the caller, in the forward pass
     alone. The model's gradients and the random state stay as they are.
-    Raises `ApplyError` for a model that cannot be planned, and what the model itself raises.
+    Raises `ApplyError` for a model that cannot be planned, or a loss that is none, and what the model itself raises.
     """
-    return trace_for_plan(model, batch, loss=loss, regions=regions)[0]
-
-
-def trace_for_plan(
-    model: nn.Module,
-    batch: Mapping[str, object],
-    *,
-    loss: Loss | None = None,
-    regions: Sequence[nn.Module | str] | None = None,
-) -> tuple[Graph, Fingerprint]:
-    """What `trace` gives, and what a plan that fits this model and batch alone is made for."""
-    graph, made_for = trace_layers(model, batch, loss=loss, regions=regions)
+    graph = trace_layers(model, batch, loss=loss, regions=regions)
     names = list(graph.layers)
     device = _device_of(model)
     with torch.enable_grad(), _random_state_kept(device), _at_hand(model, batch) as (run, leaves, buffers, arguments):
@@ -65,6 +54,7 @@ def trace_for_plan(
         recorder = StepRecorder(layers, (*leaves, *buffers, *given), holds=not _is_without_numbers(model))
         with recorder.recording(each for each in leaves if each.requires_grad):
             lost = run(loss or default_loss, arguments)
+            _refuse_no_loss(lost)
             recorder.begin_backward()
             with _out_of_autocast(device):
                 lost.backward()
@@ -73,7 +63,7 @@ def trace_for_plan(
     if _is_without_numbers(model):
         _refuse_unlike(graph, recorder)
     tokens = next((each.numel() for each in batch.values() if isinstance(each, Tensor)), 0)
-    return assemble(graph, recorder, _standing(model), tokens), made_for
+    return assemble(graph, recorder, _standing(model), tokens)
 
 
 def trace_layers(
@@ -82,9 +72,9 @@ def trace_layers(
     *,
     loss: Loss | None = None,
     regions: Sequence[nn.Module | str] | None = None,
-) -> tuple[Graph, Fingerprint]:
-    """The graph of the layers' forward passes alone, without the `step` around them, and what a plan for this model and
-    batch alone is made for. Of layers that are built alike, the first one runs for all."""
+) -> Graph:
+    """The graph of the layers' forward passes alone, without the `step` around them. Of layers that are built alike,
+    the first one runs for all."""
     device = _device_of(model)
     with torch.enable_grad(), apply(model, "none", regions=regions, memory={"verify": "off"}) as applied:
         layers = {name: model.get_submodule(name) for name in applied.regions}
@@ -94,11 +84,13 @@ def trace_layers(
                 run(loss or default_loss, arguments)
             torch.clear_autocast_cache()
         graphs = {name: applied.graphs[first] for name, first in firsts.items() if first in applied.graphs}
+        if not graphs:
+            raise ApplyError(
+                "the loss runs none of the layers; it has to run the model, and to give a tensor of one number"
+            )
         if _is_without_numbers(model):
             graphs = {name: _without_questions(graph) for name, graph in graphs.items()}
-        made_for = applied.plan.fingerprint
-        assert made_for is not None, "an exported plan always says what it was made for"
-        return _sort_by_kind(model, graphs), made_for
+        return replace(_sort_by_kind(model, graphs), made_for=applied.plan.fingerprint)
 
 
 def default_loss(model: nn.Module, batch: Mapping[str, object]) -> Tensor:
@@ -107,8 +99,9 @@ def default_loss(model: nn.Module, batch: Mapping[str, object]) -> Tensor:
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    first = output if isinstance(output, Tensor) else output[0]
-    assert isinstance(first, Tensor)
+    first = output[0] if isinstance(output, tuple | list | ModelOutput) and output else output
+    if not isinstance(first, Tensor):
+        raise ApplyError(f"{type(model).__name__} gives a {type(first).__name__}; say in loss= how a loss comes of it")
     return first.sum()
 
 
@@ -176,6 +169,18 @@ def _at_hand(
 
 def _runner(wrapped: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> _Run:
     return lambda loss, batch: torch.func.functional_call(wrapped, {**parameters, **buffers}, (loss, batch))
+
+
+def _refuse_no_loss(lost: object) -> None:
+    if not isinstance(lost, Tensor):
+        problem = f"is a {type(lost).__name__}"
+    elif lost.numel() != 1:
+        problem = f"has the shape {'x'.join(map(str, lost.shape))}"
+    elif not lost.requires_grad:
+        problem = "has no gradient: nothing that it comes from is trained"
+    else:
+        return
+    raise ApplyError(f"the loss {problem}; allowed: a tensor of one number that parameters of the model have a part in")
 
 
 def _refuse_uneven(names: Sequence[str], graph: Graph, recorder: StepRecorder) -> None:

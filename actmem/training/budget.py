@@ -9,14 +9,13 @@ from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.errors import Fault, HardwareError
 from actmem.graph import Graph
 from actmem.hardware import Hardware, device_names, load_hardware, recognise_device
-from actmem.planning import Fingerprint
 from actmem.planning.conditions import conditions_on
 from actmem.planning.layout import Layout, lay_out
 from actmem.planning.plan import Tier
 from actmem.planning.planner import Planned, Planner
 from actmem.runtime.swap.building import disk_limit, host_limit, usual_tiers
 from actmem.training.device import choose_device
-from actmem.training.machine import device_name, free_memory_bytes, product_workspace_bytes
+from actmem.training.machine import device_name, free_memory_bytes
 from actmem.training.traced import trace_step
 from actmem.units import format_bytes
 
@@ -29,11 +28,11 @@ def plan_run(config: RunConfig, model: PreTrainedModel | None = None) -> Planned
     `HardwareError` for hardware that is not known, `ConfigError` for a device that is not there, and what tracing
     raises.
     """
-    graph, made_for = trace_step(config, model)
+    graph = trace_step(config, model)
     shards = config.parallel.dp_shard_size
     if shards > 1:
         graph = lay_out(graph, Layout(num_shards=shards))
-    return plan_with(planner_of(config, graph, made_for), config)
+    return plan_with(planner_of(config, graph), config)
 
 
 def describe(planned: Planned) -> str:
@@ -57,7 +56,6 @@ def plan_with(planner: Planner, config: RunConfig) -> Planned:
 def planner_of(
     config: RunConfig,
     graph: Graph,
-    made_for: Fingerprint | None = None,
     *,
     hardware: Hardware | None = None,
     swaps: bool = True,
@@ -86,7 +84,6 @@ def planner_of(
         conditions,
         limits=_limits(config.memory, tiers, here),
         min_swap_bytes=config.memory.min_swap_bytes,
-        fingerprint=made_for,
         swap_to=None if device.type != "cpu" or config.memory.tier == "disk" else (),
     )
 
@@ -97,9 +94,7 @@ def hardware_of(config: RunConfig) -> Hardware:
         return load_hardware(config.hardware)
     device = choose_device(config.train.device)
     if device.type == "cpu":
-        low_precision = config.model.dtype == "bfloat16" or config.train.autocast is not None
-        workspace = product_workspace_bytes(torch.bfloat16 if low_precision else torch.float32)
-        return load_hardware("cpu").model_copy(update={"workspace_bytes": workspace})
+        return load_hardware("cpu").model_copy(update={"num_threads": torch.get_num_threads()})
     found = recognise_device(device_name(device))
     if found is None:
         problem = f"auto finds {device_name(device)}, of which no figures are known"

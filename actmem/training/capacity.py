@@ -29,7 +29,7 @@ def refuse_too_small_tiers(config: RunConfig, source: RuleSource, device: torch.
     if not source.may_swap:
         return
     try:
-        graph, _ = trace_run(config)
+        graph = trace_run(config)
     except ApplyError:
         return
     faults = too_small_tiers(graph, source, config.memory, device)

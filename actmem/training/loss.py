@@ -53,7 +53,7 @@ def next_token_loss(
     outputs = model.base_model(input_ids=batch.inputs, use_cache=False)
     summed = states_loss(model, outputs.last_hidden_state, batch.targets, kind=kind)
     router_logits = getattr(outputs, "router_logits", None)
-    if router_logits is None:
+    if not router_logits:
         return Loss(summed / num_targets, None)
     share = (batch.targets != IGNORED).sum() / num_targets
     return Loss(summed / num_targets, share * _router_loss(model, router_logits))

@@ -10,7 +10,6 @@ import torch
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _MEMORY_INFO = Path("/proc/meminfo")
-_PACKED_BYTES = 2**21  # the most that a thread was seen to pack, for products of 128 to 4096
 
 
 def device_name(device: torch.device) -> str:
@@ -28,12 +27,6 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def product_workspace_bytes(dtype: torch.dtype) -> int:
-    """What products on the CPU take for themselves: for bfloat16 each thread packs operands, up to what its cache
-    holds, in memory from torch's allocator."""
-    return _PACKED_BYTES * torch.get_num_threads() if dtype is torch.bfloat16 else 0
 
 
 def device_memory_bytes(device: torch.device) -> int:

@@ -12,15 +12,13 @@ from transformers import PreTrainedModel
 from actmem.config.schema import RunConfig
 from actmem.graph import Graph
 from actmem.models.shapes import build_shapes
-from actmem.planning import Fingerprint
-from actmem.tracing.trace import Loss, trace_for_plan, trace_layers
+from actmem.tracing.trace import Loss, trace, trace_layers
 from actmem.training.loss import next_token_loss
 from actmem.training.packing import Batch
 
 
-def trace_run(config: RunConfig, model: PreTrainedModel | None = None) -> tuple[Graph, Fingerprint]:
-    """What the layers that a run trains do in the forward pass of one micro-batch, and what a plan for exactly that is
-    made for.
+def trace_run(config: RunConfig, model: PreTrainedModel | None = None) -> Graph:
+    """What the layers that a run trains do in the forward pass of one micro-batch.
 
     No weight is made or read: `model` is on the meta device, as `build_shapes` gives it, which is what is taken without
     one. Raises `ModelError` and `ApplyError`.
@@ -29,10 +27,10 @@ def trace_run(config: RunConfig, model: PreTrainedModel | None = None) -> tuple[
         return trace_layers(model or shapes_of(config), _batch(config), loss=loss_of(config.model.loss))
 
 
-def trace_step(config: RunConfig, model: PreTrainedModel | None = None) -> tuple[Graph, Fingerprint]:
+def trace_step(config: RunConfig, model: PreTrainedModel | None = None) -> Graph:
     """As `trace_run`, with the backward passes and everything outside the layers."""
     with _casting(config):
-        return trace_for_plan(model or shapes_of(config), _batch(config), loss=loss_of(config.model.loss))
+        return trace(model or shapes_of(config), _batch(config), loss=loss_of(config.model.loss))
 
 
 def shapes_of(config: RunConfig) -> PreTrainedModel:

@@ -47,7 +47,7 @@ def test_a_profile_that_knows_every_op_of_the_model(config: Path) -> None:
     hardware = load_hardware("mine.yaml")
     assert hardware.times == "measured" and hardware.link is None and hardware.disk is not None
     assert hardware.note is not None and "1 x 32 tokens" in hardware.note and "add up to the step" in hardware.note
-    graph, _ = trace_run(load_config(config))
+    graph = trace_run(load_config(config))
     (region,) = graph.kinds.values()
     model = CostModel(hardware)
     assert all(model.is_measured(work_of(region, index)) for index in range(len(region.ops)))

@@ -27,7 +27,7 @@ def graph_of(shape: Shape) -> Graph:
         data=DataConfig(path=["none"], sequence_length=shape[1]),
         train=TrainConfig(micro_batch_size=shape[0]),
     )
-    return trace_step(run)[0]
+    return trace_step(run)
 
 
 def planner_from(graph: Graph) -> Planner:

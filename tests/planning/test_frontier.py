@@ -32,7 +32,7 @@ def graph() -> Graph:
         data=DataConfig(path=["none"], sequence_length=64),
         train=TrainConfig(micro_batch_size=4),
     )
-    return trace_step(run)[0]
+    return trace_step(run)
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +169,10 @@ def test_yardsticks_hold_what_torch_holds(graph: Graph) -> None:
 def test_without_a_bound_the_bound_of_a_point_is_what_it_reaches(found: Frontier) -> None:
     point = replace(found.points[0], bound_seconds=None)
     assert found.bound_ratio(point) == found.ratio(point)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"actmem_frontier": 1}', '{"actmem_frontier"'])
+def test_a_file_that_is_no_frontier_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "frontier.json").write_text(text)
+    with pytest.raises(PlanError, match="frontier"):
+        Frontier.load(tmp_path / "frontier.json")

@@ -116,7 +116,7 @@ def run_of(model: str, memory: MemoryConfig = MEMORY) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def planners() -> dict[str, Planner]:
-    return {name: planner_of(run_of(name), *trace_step(run_of(name)), gradients_stand=True) for name in MODELS}
+    return {name: planner_of(run_of(name), trace_step(run_of(name)), gradients_stand=True) for name in MODELS}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -145,7 +145,7 @@ def test_measured_peaks_stay_within_random_budgets(planners: dict[str, Planner],
 @pytest.mark.parametrize(("name", "share"), [("dense", "50%"), ("bf16", "35%"), ("moe", "20%")])
 def test_the_engine_does_what_was_planned(name: str, share: str, tmp_path: Path) -> None:
     run = run_of(name, MEMORY.model_copy(update={"tier": "disk"}))
-    planner = planner_of(run, *trace_step(run), gradients_stand=True)
+    planner = planner_of(run, trace_step(run), gradients_stand=True)
     planned = planner.within(share)
     planned.plan.save(tmp_path / "plan.yaml")
     read = Plan.load(tmp_path / "plan.yaml")

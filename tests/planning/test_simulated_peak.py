@@ -162,7 +162,7 @@ def language_model(setting: Setting) -> tuple[nn.Module, Step, Graph]:
     if setting.on_weights:
         arguments = {"inputs": batch.inputs, "targets": batch.targets}
         return model, step, trace(model, arguments, loss=loss_of(config.model.loss))
-    return model, step, trace_step(config)[0]
+    return model, step, trace_step(config)
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())

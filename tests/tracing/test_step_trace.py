@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from actmem.config.schema import ModelConfig
+from actmem.errors import ApplyError
 from actmem.graph import Graph
 from actmem.models.building import build_model
 from actmem.models.shapes import build_shapes
 from actmem.tracing import trace
+from actmem.tracing.trace import Loss
 
 SHAPE: dict[str, object] = {
     "vocab_size": 128,
@@ -146,3 +149,38 @@ def test_buffers_that_a_forward_pass_edits_stay_as_they_were() -> None:
     trace(model, {"features": torch.randn(8, 4)}, regions=["norm"])
     assert int(model.norm.num_batches_tracked or 0) == 0
     assert model.norm.running_mean is not None and not model.norm.running_mean.any()
+
+
+def dense_loss(model: nn.Module, batch: Mapping[str, object]) -> Tensor:
+    loss = model(**batch).loss
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: model(**batch).logits,
+        lambda model, batch: None,
+        lambda model, batch: model(**batch) and None,
+        lambda model, batch: dense_loss(model, batch).detach(),
+        lambda model, batch: dense_loss(model, batch).item(),
+    ],
+    ids=["not a scalar", "no run", "nothing", "no gradient", "no tensor"],
+)
+def test_a_loss_that_has_no_gradient_is_told(loss: Loss) -> None:
+    with pytest.raises(ApplyError, match="the loss"):
+        trace(real_model(), tokens(), loss=loss)
+
+
+def test_a_model_that_gives_no_tensor_has_to_say_its_loss() -> None:
+    class Naming(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2)])
+
+        def forward(self, features: Tensor) -> dict[str, Tensor]:
+            return {"hidden": self.layers[0](features)}
+
+    with pytest.raises(ApplyError, match="loss="):
+        trace(Naming(), {"features": torch.ones(1, 2)}, regions=["layers.0"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from actmem.config.schema import ModelConfig
-from actmem.errors import ApplyError
+from actmem.errors import ActmemError, ApplyError, PlanError
 from actmem.graph import Graph
 from actmem.measuring.floor import unplanned_fates
 from actmem.models.building import build_model
@@ -130,6 +131,25 @@ def test_a_graph_goes_through_a_file(tmp_path: Path) -> None:
     graph = trace_shapes(ModelConfig(config=MOE | {"mlp_only_layers": [1]}))
     graph.save(tmp_path / "graph.json")
     assert Graph.load(tmp_path / "graph.json") == graph
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"layers": {}'], ids=["empty", "no keys", "list", "cut short"])
+def test_a_file_that_is_no_graph_is_told(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text(text)
+    with pytest.raises(ActmemError, match="graph"):
+        Graph.load(path)
+
+
+def test_a_graph_of_another_version_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    data = trace_shapes(ModelConfig(config=DENSE)).to_dict()
+    path.write_text(json.dumps(data | {"actmem_graph": 99}))
+    with pytest.raises(PlanError, match="actmem_graph: 1"):
+        Graph.load(path)
+    path.write_text(json.dumps({name: value for name, value in data.items() if name != "kinds"}))
+    with pytest.raises(PlanError, match="kinds"):
+        Graph.load(path)
 
 
 @pytest.mark.parametrize("fields", [DENSE, MOE], ids=["dense", "moe"])

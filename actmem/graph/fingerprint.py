@@ -1,0 +1,47 @@
+"""What a graph was traced from, and a plan is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The model and batch that a graph was traced from, or a plan made for. `regions`: kind of each layer (its class
+    and a digest of its parameters' shapes); `inputs`: shape of each region input by name; `dtypes` of the parameters;
+    `autocast` dtype or ``None``."""
+
+    model: str
+    regions: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    autocast: str | None = None
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Each field in which `other` differs, in words; empty for an equal fingerprint."""
+        found = []
+        if len(self.regions) != len(other.regions):
+            found.append(f"the plan has {len(self.regions)} layers, the model {len(other.regions)}")
+        else:
+            pairs = enumerate(zip(self.regions, other.regions, strict=True))
+            unequal = [(layer, mine, theirs) for layer, (mine, theirs) in pairs if mine != theirs]
+            if unequal:
+                layer, mine, theirs = unequal[0]
+                found.append(f"{len(unequal)} layers differ, first layer {layer}: plan {mine}, model {theirs}")
+        for name in ("model", "dtypes", "inputs", "autocast"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                found.append(f"{name}: plan {_plain(mine)}, model {_plain(theirs)}")
+        return found
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Fingerprint:
+        """The fingerprint whose `asdict` this is."""
+        lists = {name: tuple(data[name]) for name in ("regions", "dtypes", "inputs")}
+        return cls(model=data["model"], autocast=data["autocast"], **lists)
+
+
+def _plain(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
