@@ -117,5 +117,9 @@ def _as_tokens(rows: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, 
     """Pairs as the arguments of Hugging Face's forward. Where there are none it gets one row of zeros, so that the
     experts' weights have a gradient, zero, on every rank."""
     if not len(rows):
-        rows, experts, weights = functional.pad(rows, (0, 0, 0, 1)), functional.pad(experts, (0, 1)), functional.pad(weights, (0, 1))
+        rows, experts, weights = (
+            functional.pad(rows, (0, 0, 0, 1)),
+            functional.pad(experts, (0, 1)),
+            functional.pad(weights, (0, 1)),
+        )
     return rows, experts.unsqueeze(1), weights.unsqueeze(1)

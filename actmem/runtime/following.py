@@ -152,7 +152,7 @@ class StreamingTape(Tape):
         verify: bool,
     ) -> None:
         super().__init__(call, verify=verify)
-        self.scope = Scope(region)
+        self.scope = Scope(region, self._keep_what_leaves_a_shard)
         self._volatile = volatile
         self._rules = rules
         self._packed: list[Value] = []
@@ -202,6 +202,13 @@ class StreamingTape(Tape):
         _recount_uses(self._packed)
         self._packed.clear()
         super().close()
+
+    def _keep_what_leaves_a_shard(self, output: Any) -> None:
+        for tensor in tensors_in((output,)):
+            value = self._value_of(tensor)
+            if value is not None and value.op is not None:
+                value.op, value.tensor = None, tensor
+                self._raw.append(value)
 
     def _reads_volatile(self, args: Any, kwargs: Any) -> bool:
         return bool(self._volatile) and any(

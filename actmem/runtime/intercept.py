@@ -65,8 +65,8 @@ _INHERITED = object()
 
 
 def _overriding_subclasses(cls: type[nn.Module]) -> set[type[nn.Module]]:
-    """Subclasses with a `forward` of their own. FSDP2 turns a planned module into an instance of one, which it keeps for
-    all models of the process and to which Hugging Face gives the `forward` that the class had when it was first made."""
+    """Subclasses with a `forward` of their own. FSDP2 may yet turn a planned module into an instance of one: it makes
+    one for the whole process, and Hugging Face gives that the `forward` which the class had at the moment."""
     below = cls.__subclasses__()
     return {each for each in below if "forward" in vars(each)}.union(*map(_overriding_subclasses, below))
 

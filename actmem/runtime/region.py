@@ -106,7 +106,7 @@ class PlannedRegion:
                 order = SwapOrder(INPUT_PATH, course.tier_of(INPUT_PATH))
                 streaming.order_outputs(self._gradient_inputs(args, kwargs), order)
             return self._run_streaming(streaming, forward, args, kwargs)
-        learning = LearningTape(call, module, self._engine.owned_storages(), volatile, verify=verify)
+        learning = LearningTape(call, module, volatile, verify=verify)
         return self._run_learning(learning, forward, args, kwargs, key)
 
     def _course(self, key: Hashable) -> Course:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +16,15 @@ class Scope:
     """Follows the modules of one region while it runs, and names the ops they call.
 
     Hooks on modules stay installed only while `following`, so that an ordinary call pays nothing for them.
+
+    `leave_shard` is told the output of each module inside the region that FSDP2 shards by itself. Its parameters are
+    gathered while the backward pass is inside it, so only then can values be made from them again.
     """
 
-    def __init__(self, region: nn.Module) -> None:
+    def __init__(self, region: nn.Module, leave_shard: Callable[[Any], None]) -> None:
         self._names = {id(module): name for name, module in region.named_modules()}
+        self._shards = {id(module) for name, module in region.named_modules() if name and _is_sharded(module)}
+        self._leave_shard = leave_shard
         self._stack = [""]
         self._counts: Counter[str] = Counter()
 
@@ -44,5 +50,12 @@ class Scope:
         self._stack.append(self._names.get(id(module), self._stack[-1]))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) in self._shards:
+            self._leave_shard(output)
         if len(self._stack) > 1:
             self._stack.pop()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # while nobody has imported it, nothing is
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
