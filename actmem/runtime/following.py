@@ -152,7 +152,7 @@ class StreamingTape(Tape):
         verify: bool,
     ) -> None:
         super().__init__(call, verify=verify)
-        self.scope = Scope(region, self._keep_what_leaves_a_shard)
+        self.scope = Scope(region)
         self._volatile = volatile
         self._rules = rules
         self._packed: list[Value] = []
@@ -203,7 +203,8 @@ class StreamingTape(Tape):
         self._packed.clear()
         super().close()
 
-    def _keep_what_leaves_a_shard(self, output: Any) -> None:
+    def keep_what_leaves_a_shard(self, output: Any) -> None:
+        """A module that FSDP2 shards by itself has given this: no replay outside of it can begin before it."""
         for tensor in tensors_in((output,)):
             value = self._value_of(tensor)
             if value is not None and value.op is not None:

@@ -91,7 +91,7 @@ class LearningTape(Tape):
 
     def __init__(self, call: RegionCall, region: nn.Module, volatile: set[int], *, verify: bool) -> None:
         super().__init__(call, verify=verify)
-        self.scope = Scope(region, self._keep_what_leaves_a_shard)
+        self.scope = Scope(region)
         self._volatile = volatile
         self._tensors: list[Tensor] = []
         self._made: dict[int, TapeValue] = {}
@@ -163,7 +163,8 @@ class LearningTape(Tape):
                 if self._storages[made].kept is None:
                     self._storages[made] = replace(self._storages[made], kept=VOLATILE)
 
-    def _keep_what_leaves_a_shard(self, output: Any) -> None:
+    def keep_what_leaves_a_shard(self, output: Any) -> None:
+        """A module that FSDP2 shards by itself has given this: no replay outside of it can begin before it."""
         for tensor in tensors_in((output,)):
             index = self._values[self._index_of(tensor)].storage
             storage = self._storages[index]

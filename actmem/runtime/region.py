@@ -133,13 +133,13 @@ class PlannedRegion:
 
     def _run_streaming(self, tape: StreamingTape, forward: Any, args: Any, kwargs: Any) -> Any:
         self._stats.num_streamed_calls += 1
-        with tape.scope.following():
+        with tape.scope.following(tape.keep_what_leaves_a_shard):
             return self._record(tape, forward, args, kwargs)
 
     def _run_learning(self, tape: LearningTape, forward: Any, args: Any, kwargs: Any, key: Hashable) -> Any:
         self._stats.num_learning_calls += 1
         try:
-            with tape.scope.following():
+            with tape.scope.following(tape.keep_what_leaves_a_shard):
                 out = self._record(tape, forward, args, kwargs)
             graph = tape.graph()
             rules = RuleSet(self._engine.source.rules(self._stats.layer, graph))

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,23 +17,23 @@ class Scope:
     """Follows the modules of one region while it runs, and names the ops they call.
 
     Hooks on modules stay installed only while `following`, so that an ordinary call pays nothing for them.
-
-    `leave_shard` is told the output of each module inside the region that FSDP2 shards by itself. Its parameters are
-    gathered while the backward pass is inside it, so only then can values be made from them again.
     """
 
-    def __init__(self, region: nn.Module, leave_shard: Callable[[Any], None]) -> None:
+    def __init__(self, region: nn.Module) -> None:
         self._names = {id(module): name for name, module in region.named_modules()}
         self._shards = {id(module) for name, module in region.named_modules() if name and _is_sharded(module)}
-        self._leave_shard = leave_shard
         self._stack = [""]
         self._counts: Counter[str] = Counter()
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow the modules called within this context."""
+    def following(self, leave_shard: Callable[[Any], None]) -> Iterator[None]:
+        """Follow the modules called within this context.
+
+        `leave_shard` is told the output of each module inside the region that FSDP2 shards by itself. Its parameters
+        are there while the backward pass is inside it, so only then can values be made from them again.
+        """
         before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
+        after = register_module_forward_hook(partial(self._leave, leave_shard), always_call=True)
         try:
             yield
         finally:
@@ -49,9 +50,9 @@ class Scope:
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._stack.append(self._names.get(id(module), self._stack[-1]))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, leave_shard: Callable[[Any], None], module: nn.Module, args: Any, output: Any) -> None:
         if id(module) in self._shards:
-            self._leave_shard(output)
+            leave_shard(output)
         if len(self._stack) > 1:
             self._stack.pop()
 

@@ -444,6 +444,22 @@ def test_invariant_13_a_class_made_before_the_plan_is_not_silently_unplanned(qwe
     assert vars(sharded)["forward"] is original
 
 
+def test_invariant_13_a_plan_on_such_a_class_outlives_that_on_another_model(qwen3: nn.Module) -> None:
+    sharded = type("Sharded", (Qwen3DecoderLayer,), {})
+    with apply(qwen3, "full") as applied:
+        with apply(tiny_qwen3(), "full"):
+            qwen3.model.layers[0].__class__ = sharded
+        model_step(qwen3)
+        assert all(region.num_replayed_ops > 0 for region in applied.stats.regions)
+    other = tiny_qwen3()
+    first, second = apply(tiny_qwen3(), "full"), apply(other, "full")
+    first.remove()
+    other.model.layers[0].__class__ = sharded
+    model_step(other)
+    assert all(region.num_replayed_ops > 0 for region in second.stats.regions)
+    second.remove()
+
+
 def test_invariant_11_hugging_face_checkpointing_in_a_class_made_under_a_plan(qwen3: nn.Module) -> None:
     with apply(qwen3, "full"):
         sharded = type("Sharded", (Qwen3DecoderLayer,), {})
