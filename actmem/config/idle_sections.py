@@ -1,11 +1,14 @@
-"""Settings of the sections `recompute`, `recompute_comm` and `swap` that have no effect."""
+"""Settings of the sections `recompute`, `recompute_comm`, `swap` and `parallel` that have no effect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 
 from actmem.config.schema import RunConfig, Section
 from actmem.errors import Fault
+
+_TENSOR_PARALLEL = ("sequence_parallel", "loss_parallel")
+_PIPELINE = ("pp_schedule", "pp_microbatches", "pp_layers")
 
 
 def idle_sections(config: RunConfig) -> Iterator[Fault]:
@@ -24,10 +27,19 @@ def idle_sections(config: RunConfig) -> Iterator[Fault]:
     if config.allow_unverified_model and config.activation_swap == "none":
         problem = "has no effect while activation_swap is none"
         yield Fault("allow_unverified_model", problem, True)
+    if config.parallel.tp_size == 1:
+        yield from _given("parallel", config.parallel, _TENSOR_PARALLEL, "while parallel.tp_size is 1")
+    if config.parallel.pp_size == 1:
+        yield from _given("parallel", config.parallel, _PIPELINE, "while parallel.pp_size is 1")
 
 
 def _idle(name: str, section: Section, switch: str, reason: str, counts: Set[str] = frozenset()) -> Iterator[Fault]:
-    for field in type(section).model_fields:
+    fields = [field for field in type(section).model_fields if field != switch and field not in counts]
+    yield from _given(name, section, fields, reason)
+
+
+def _given(name: str, section: Section, fields: Iterable[str], reason: str) -> Iterator[Fault]:
+    for field in fields:
         value = getattr(section, field)
-        if field != switch and field not in counts and field in section.model_fields_set and value:
+        if field in section.model_fields_set and value:
             yield Fault(f"{name}.{field}", f"has no effect {reason}", value)

@@ -3,7 +3,7 @@
     text -> Document -> overrides -> fields against the schema -> rules between fields -> RunConfig
 
 The steps pass faults on rather than stop at the first: a rule is skipped only where one of its own fields is at fault.
-Apart from looking whether the paths it names exist, and into a model's config.json for the number of its layers,
+Apart from looking whether the paths it names exist, and into a model's config.json for its sizes,
 nothing on the disk or a device is touched.
 """
 

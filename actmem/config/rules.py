@@ -7,6 +7,7 @@ from pathlib import Path
 
 from actmem.config.complaint import Complaint, Rule
 from actmem.config.idle_sections import idle_sections
+from actmem.config.parallel_rules import PARALLEL_RULES
 from actmem.config.schema import RunConfig
 from actmem.config.section_rules import SECTION_RULES
 from actmem.errors import Fault
@@ -93,6 +94,7 @@ RULES = (
     Rule(("memory.disk_path",), _swap_directory),
     Rule(("plan",), _plan_file),
     *SECTION_RULES,
+    *PARALLEL_RULES,
 )
 
 

@@ -40,6 +40,9 @@ PRESET_NAMES: tuple[str, ...] = get_args(PresetName)
 
 Dtype = Literal["float32", "bfloat16"]
 PolicyName = Literal["none", "full", "mlp", "selective", "attention-swap", "layer-swap", "torch-full", "torch-sac"]
+ScheduleName = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -199,6 +202,37 @@ class TrainConfig(Section):
     output_dir: PathField = Path("runs/actmem")
 
 
+class ParallelConfig(Section):
+    """How devices share a run, one process each: `world_size` of them.
+
+    `dp_replicate_size` copies of the model, each with data of its own, are each cut into `dp_shard_size` shards, whose
+    ranks have data of their own too. `tp_size` ranks share the products of a layer: with `sequence_parallel` also its
+    norms and residuals, each a part of the sequence, and with `loss_parallel` the loss, each a part of the vocabulary.
+    `ep_size` of the shards' ranks share the experts of each layer.
+
+    `pp_size` ranks share the layers, in stages that `pp_schedule` sets to work on `pp_microbatches` pieces of each
+    batch of `train.micro_batch_size` sequences. `pp_layers` are the layers of each stage; ``null`` cuts them evenly.
+    A rank that does not answer for `timeout_seconds` ends the run.
+    """
+
+    dp_replicate_size: Positive = 1
+    dp_shard_size: Positive = 1
+    tp_size: Positive = 1
+    pp_size: Positive = 1
+    ep_size: Positive = 1
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    pp_schedule: ScheduleName = "1F1B"
+    pp_microbatches: Positive = 8
+    pp_layers: Annotated[list[Positive], Field(min_length=1)] | None = None
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = 600.0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all. Those that share experts are among the shards'."""
+        return self.dp_replicate_size * self.dp_shard_size * self.tp_size * self.pp_size
+
+
 class MemoryConfig(Section):
     """Where swapped values go and how the engine guards a plan.
 
@@ -274,6 +308,7 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
     memory_budget: Budget | None = None
     hardware: Text = "auto"
     policy: PolicyName | None = None

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from functools import partial
 
 from actmem.config.complaint import Complaint, Rule
-from actmem.config.depth import num_layers
 from actmem.config.layers import bad_entries, span_of
 from actmem.config.overlaps import overlaps
 from actmem.config.patterns import pattern_problem
 from actmem.config.schema import RunConfig
 from actmem.config.settings import COMM, FULL, LAYER_FIELDS, LAYER_SWAP, OP_SWAP, SELECT, settings_in
 from actmem.config.shown import quoted
+from actmem.config.sizes import num_layers
 
 _ALLOWED_LAYERS = "numbers and ranges such as [0-15, 20], strictly ascending, without overlap"
 _SWITCHES = ("activation_swap", "recompute.mode", "recompute_comm.enable", "swap.enable")

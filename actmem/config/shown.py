@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import reprlib
 
-_short = reprlib.Repr()
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 128:  # Python may refuse to print it
+            return f"a number of {x.bit_length()} bits"
+        return super().repr_int(x, level)
+
+
+_short = _Short()
 _short.maxstring = _short.maxother = 60
 
 
@@ -21,6 +29,4 @@ def shown(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int) and value.bit_length() > 128:  # Python may refuse to print it
-        return f"a number of {value.bit_length()} bits"
     return _short.repr(value)

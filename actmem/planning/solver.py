@@ -34,6 +34,11 @@ _NODES = 20
 _LAST = 12
 """So many layers can be left to a search at once."""
 _LEAST_PEAK_SECONDS = 10.0
+_LEAST_PEAK_NODES = 100
+_PEAK_GAP = 2e-5
+"""Share of a peak above the bound at which it is the least."""
+_FEW = 600
+"""So many options of all layers together can all be looked at."""
 
 Mood = Literal["careful", "hopeful", "plain"]
 
@@ -68,7 +73,12 @@ class Solver:
     def least_peak(self, *, mood: Mood = "careful") -> Choice:
         """The choice with the least peak, whatever time it takes."""
         layout = _Layout(self, None, mood=mood)
-        found = layout.program.solve(gap=1.0, seconds=_LEAST_PEAK_SECONDS)
+        relaxed = layout.program.solve(relaxed=True)
+        if relaxed is not None and sum(map(len, self.options)) > _FEW:
+            layout = _Layout(self, None, layout.promising(relaxed), mood=mood)
+        gap = 0.0 if relaxed is None else _PEAK_GAP * relaxed.objective
+        found = layout.program.solve(gap=gap, seconds=_LEAST_PEAK_SECONDS, most_nodes=_LEAST_PEAK_NODES)
+        found = found or layout.program.solve(fixed=layout.dived(), most_nodes=_LEAST_PEAK_NODES)
         assert found is not None, "without a budget any choice will do"
         return layout.choice(found)
 

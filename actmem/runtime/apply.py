@@ -60,13 +60,17 @@ class Applied:
     def stats(self) -> Stats:
         """What the plan did so far; without regions for torch's own ways of recomputing, which do not tell."""
         regions = [runner.stats for runner in self._runners.values() if isinstance(runner, PlannedRegion)]
-        swapper = None if self._engine is None else self._engine.swapper
-        return collect(regions, SwapCounters() if swapper is None else swapper.counters)
+        return collect(regions, SwapCounters() if self.swapper is None else self.swapper.counters)
 
     @property
     def swaps(self) -> bool:
         """Whether the plan can move values away from the device."""
-        return self._engine is not None and self._engine.swapper is not None
+        return self.swapper is not None
+
+    @property
+    def swapper(self) -> Swapper | None:
+        """What moves them, for a `PipelineSwaps`."""
+        return None if self._engine is None else self._engine.swapper
 
     @property
     def regions(self) -> tuple[str, ...]:
@@ -117,6 +121,7 @@ def apply(
     *,
     regions: Sequence[nn.Module | str] | None = None,
     memory: MemoryConfig | Mapping[str, object] | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Applied:
     """Run the layers of `model` under a plan from now on.
 
@@ -125,7 +130,8 @@ def apply(
     of a plan file, a mapping with the sections ``activation_swap``, ``recompute``, ``recompute_comm`` and ``swap``, or
     a whole configuration. `regions` are the modules, or their names, whose calls get a tape each; by default the
     decoder layers of a Hugging Face model. `memory` are the settings of the `memory` section: where swapped values go,
-    and how the plan is guarded.
+    and how the plan is guarded. Where `model` is a part of another, such as the stages of a pipeline that one rank has,
+    `layers` are the numbers that its regions have there, and the plan is one for the whole.
 
     Asked for ``activation_swap: attention`` again, with the same settings, it changes nothing and returns what it
     returned the first time. Raises `ApplyError` for a model that cannot be planned or a tier that cannot be had,
@@ -140,33 +146,47 @@ def apply(
         memory = plan.memory
     settings = memory if isinstance(memory, MemoryConfig) else parse_memory(memory or {})
     found = _find(model, regions)
+    if layers is not None and len(layers) != len(found):
+        raise ApplyError(
+            f"{len(layers)} layer numbers are given for the {len(found)} regions of {type(model).__name__}"
+        )
     if isinstance(plan, Mapping):
-        plan = parse_sections(plan, len(found))
+        plan = parse_sections(plan, len(found) if layers is None else max(layers, default=0) + 1)
     if isinstance(plan, RunConfig):
-        return _apply_config(model, plan, found, settings)
-    return _apply_plan(model, plan, found, settings)
+        return _apply_config(model, plan, found, settings, layers)
+    return _apply_plan(model, plan, found, settings, layers)
 
 
-def _apply_config(model: nn.Module, config: RunConfig, regions: dict[str, nn.Module], memory: MemoryConfig) -> Applied:
+def _apply_config(
+    model: nn.Module,
+    config: RunConfig,
+    regions: dict[str, nn.Module],
+    memory: MemoryConfig,
+    layers: Sequence[int] | None,
+) -> Applied:
     if config.platform != "torch":
         raise PlatformError(
             f"platform: {config.platform} is not supported; actmem runs on torch alone: platform: torch"
         )
     plan = plan_of(config)
     if config.activation_swap == "none":
-        return _apply_plan(model, plan, regions, memory)
+        return _apply_plan(model, plan, regions, memory, layers)
     asked = (plan, tuple(regions), memory)
     earlier = _attention_swaps.get(model)
     if earlier is not None and earlier[0] == asked:
         return earlier[1]
     check_attention_swap(model, regions, allow_unverified=config.allow_unverified_model)
-    applied = _apply_plan(model, plan, regions, memory)
+    applied = _apply_plan(model, plan, regions, memory, layers)
     _attention_swaps[model] = (asked, applied)
     return applied
 
 
 def _apply_plan(
-    model: nn.Module, plan: str | Path | Plan, regions: dict[str, nn.Module], memory: MemoryConfig
+    model: nn.Module,
+    plan: str | Path | Plan,
+    regions: dict[str, nn.Module],
+    memory: MemoryConfig,
+    layers: Sequence[int] | None,
 ) -> Applied:
     _refuse_conflicts(model, regions)
     if isinstance(plan, str) and plan in YARDSTICKS:
@@ -174,9 +194,10 @@ def _apply_plan(
     source = rule_source(plan)
     kinds = {name: region_kind(module) for name, module in regions.items()}
     if isinstance(source, PlanRules):
-        _check_plan(source.plan, fingerprint(model, regions))
+        _check_plan(source.plan, fingerprint(model, regions), layers)
     engine = Engine(model, source, len(regions), memory, _swapper(model, source, memory))
-    planned = {name: PlannedRegion(name, layer, kinds[name], engine) for layer, name in enumerate(regions)}
+    numbered = zip(range(len(regions)) if layers is None else layers, regions, strict=True)
+    planned = {name: PlannedRegion(name, layer, kinds[name], engine) for layer, name in numbered}
     return Applied(source.name, model, dict(planned), regions, engine)
 
 
@@ -251,13 +272,21 @@ def fingerprint(model: nn.Module, regions: dict[str, nn.Module]) -> Fingerprint:
     return Fingerprint(type(model).__name__, tuple(map(region_kind, regions.values())), tuple(dtypes))
 
 
-def _check_plan(plan: Plan, model: Fingerprint) -> None:
+def _check_plan(plan: Plan, model: Fingerprint, layers: Sequence[int] | None) -> None:
+    """`layers`: numbers of the model's regions in the whole that the plan is for, where the model is a part of it."""
     made_for = plan.fingerprint
+    if made_for is not None and layers is not None:
+        missing = [layer for layer in layers if layer >= len(made_for.regions)]
+        if missing:
+            raise PlanError(f"the plan {plan.name} has {len(made_for.regions)} layers, and layer {missing[0]} is here")
+        made_for = replace(made_for, model=model.model, regions=tuple(made_for.regions[layer] for layer in layers))
     if made_for is not None:
         # Inputs and autocast are known, and checked, when a region is called.
         differences = made_for.differences(replace(model, inputs=made_for.inputs, autocast=made_for.autocast))
         if differences:
             raise PlanError("\n  ".join([f"the plan {plan.name} was made for another model:", *differences]))
+    if layers is not None:
+        return
     count = len(model.regions)
     beyond = [layer for rule in plan.rules for layer in rule.layers or () if layer >= count]
     if beyond:

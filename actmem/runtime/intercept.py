@@ -66,8 +66,9 @@ _INHERITED = object()
 
 
 def _wrapping_subclasses(cls: type[nn.Module], forward: Any) -> set[type[nn.Module]]:
-    """Subclasses of `cls` whose own `forward` is `forward` with a wrapper around it. FSDP2 may yet turn a planned module
-    into an instance of one: it makes one for the whole process, and Hugging Face wraps what that inherits then."""
+    """Subclasses of `cls` whose own `forward` is `forward` with a wrapper around it. FSDP2 may yet turn a planned
+    module into an instance of one: it makes one for the whole process, and Hugging Face wraps what that inherits then.
+    """
     below = cls.__subclasses__()
     found = {each for each in below if inspect.unwrap(vars(each).get("forward", object)) is forward}
     return found.union(*(_wrapping_subclasses(each, forward) for each in below))

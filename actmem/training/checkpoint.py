@@ -7,13 +7,16 @@
       state.json              step, place in the data, and a description of the model
       manifest.json           size and SHA-256 of each file, format version
 
-No file is a pickle, so reading one runs no code.
+A run of several ranks writes the same tensors as `shard-….safetensors`, random generators under each rank's number.
+Either is read under any layout. No file is a pickle, so reading one runs no code.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
 from actmem.errors import CheckpointError
+from actmem.parallel.world import World
 from actmem.training.random_state import capture_random_state, restore_random_state
 from actmem.training.sealed_directory import (
     damage,
@@ -34,9 +39,12 @@ from actmem.training.sealed_directory import (
     sealed_format,
     writing_directory,
 )
+from actmem.training.sharded_files import load_shards, names_in, save_shards
 
 FORMAT = 1
+SHARDED_FORMAT = 2
 Position = dict[str, int | str]
+_RANDOM = "random/"
 # Fields of a Hugging Face configuration that may change between two runs of one model.
 _RUN_FIELDS = {"transformers_version", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}
 
@@ -51,16 +59,29 @@ class Resumed:
 
 
 class Checkpoints:
-    """The checkpoints of one run: `save` writes one, `resume` restores from the newest that is intact."""
+    """The checkpoints of one run: `save` writes one, `resume` restores from the newest that is intact.
+
+    `models` are the whole model or this rank's stages of it, and `description` is what `describe` said of the whole.
+    All ranks of a run call its methods together.
+    """
 
     def __init__(
-        self, root: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: int, device: torch.device
+        self,
+        root: Path,
+        models: Sequence[PreTrainedModel],
+        optimizer: torch.optim.Optimizer,
+        *,
+        keep: int,
+        world: World,
+        description: dict[str, Any],
     ) -> None:
         self.root = root
-        self._model = model
+        self._models = models
         self._optimizer = optimizer
         self._keep = keep
-        self._device = device
+        self._world = world
+        self._device = world.device
+        self._description = description
 
     def steps(self) -> list[Path]:
         """The directories of finished checkpoints, oldest first, whether intact or not."""
@@ -72,18 +93,56 @@ class Checkpoints:
         Raises `CheckpointError` where it cannot be written; the older ones are then all still there.
         """
         target = self.root / f"step-{step:08d}"
-        try:
-            with writing_directory(target) as directory:
-                self._write(directory, step, position)
-                seal(directory, FORMAT)
-        except (OSError, SafetensorError) as error:
+        fault = self._try_to_save(target, step, position)
+        if fault is not None:
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written to {target}: {error}; the earlier ones are intact; "
+                f"the checkpoint of step {step} cannot be written to {target}: {fault}; the earlier ones are intact; "
                 "free space or set another train.output_dir, and start the run again"
-            ) from error
+            ) from (fault if isinstance(fault, Exception) else None)
+        return target
+
+    def _try_to_save(self, target: Path, step: int, position: Position) -> Exception | str | None:
+        """What went wrong, in any rank."""
+        try:
+            if self._world.size == 1:
+                self._save_alone(target, step, position)
+            else:
+                self._save_together(target, step, position)
+        except (OSError, SafetensorError, CheckpointException) as error:
+            if self._world.size == 1:
+                return error
+            fault: str | None = str(error)
+        else:
+            fault = None
+        return next((each for each in self._world.gather(fault) if each is not None), None)
+
+    def _save_alone(self, target: Path, step: int, position: Position) -> None:
+        with writing_directory(target) as directory:
+            save_file(_contiguous(self._model_tensors()), directory / "model.safetensors")
+            save_file(_contiguous(self._optimizer_tensors()), directory / "optimizer.safetensors")
+            save_file(capture_random_state(self._device), directory / "random.safetensors")
+            self._seal(directory, step, position, FORMAT)
+        self._remove_old()
+
+    def _save_together(self, target: Path, step: int, position: Position) -> None:
+        """The first rank makes the directory, all write, the first one seals it."""
+        with ExitStack() as stack:
+            made = stack.enter_context(writing_directory(target)) if self._world.is_first else None
+            directory = self._world.tell(made)
+            save_shards(self._all_tensors(self._world.rank), directory)
+            if self._world.is_first:
+                self._seal(directory, step, position, SHARDED_FORMAT)
+        if self._world.is_first:
+            self._remove_old()
+
+    def _seal(self, directory: Path, step: int, position: Position, version: int) -> None:
+        state = {"step": step, "position": position, "model": self._description, "ranks": self._world.size}
+        (directory / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        seal(directory, version)
+
+    def _remove_old(self) -> None:
         for old in self.steps()[: -self._keep]:
             remove_directory(old)
-        return target
 
     def resume(self) -> Resumed | None:
         """Restore model, optimizer and random state from the newest intact checkpoint; `None` where there is none.
@@ -91,53 +150,102 @@ class Checkpoints:
         A damaged one is set aside as `damaged-step-…` and named in a warning. Raises `CheckpointError` where all are
         damaged, and for one of another model or format: a run never silently starts over.
         """
+        found = self._world.tell(self._find_intact() if self._world.is_first else None)
+        if found.path is None:
+            if found.faults:
+                raise CheckpointError(
+                    f"no checkpoint in {self.root} is intact ({_listed(found.faults)}); put an intact copy there, or "
+                    "remove them to start over"
+                )
+            return None
+        resumed = self._restore(found.path)
+        if self._world.is_first:
+            _set_aside(found.faults, found.path)
+        return resumed
+
+    def _find_intact(self) -> _Found:
         remove_partial(self.root)
         faults: dict[Path, str] = {}
         for path in reversed(self.steps()):
             fault = damage(path)
             if fault is None:
-                resumed = self._restore(path)
-                _set_aside(faults, path)
-                return resumed
+                return _Found(path, faults)
             faults[path] = fault
-        if faults:
-            raise CheckpointError(
-                f"no checkpoint in {self.root} is intact ({_listed(faults)}); put an intact copy there, or remove them "
-                "to start over"
-            )
-        return None
-
-    def _write(self, directory: Path, step: int, position: Position) -> None:
-        save_file(_contiguous(_model_tensors(self._model)), directory / "model.safetensors")
-        save_file(_contiguous(self._optimizer_tensors()), directory / "optimizer.safetensors")
-        save_file(capture_random_state(self._device), directory / "random.safetensors")
-        state = {"step": step, "position": position, "model": _description(self._model)}
-        (directory / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        return _Found(None, faults)
 
     def _restore(self, path: Path) -> Resumed:
-        if (version := sealed_format(path)) != FORMAT:
-            raise CheckpointError(f"{path} has format {version}; allowed: {FORMAT}; use the actmem that wrote it")
+        if (version := sealed_format(path)) not in (FORMAT, SHARDED_FORMAT):
+            raise CheckpointError(
+                f"{path} has format {version}; allowed: {FORMAT}, {SHARDED_FORMAT}; use the actmem that wrote it"
+            )
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        if differences := _differences(state["model"], _description(self._model)):
+        if differences := _differences(state["model"], self._description):
             raise CheckpointError(
                 f"{path} is of another model: {'; '.join(differences)}; set the model back, or start a new run in "
                 "another train.output_dir"
             )
-        _restore_model(self._model, load_file(path / "model.safetensors"))
+        if version == FORMAT and self._world.size == 1:
+            self._restore_alone(path)
+        else:
+            self._restore_together(path, of_this_layout=state.get("ranks", 1) == self._world.size)
+        return Resumed(state["step"], state["position"], path)
+
+    def _restore_alone(self, path: Path) -> None:
+        loaded = load_file(path / "model.safetensors")
+        for name, tensor in self._model_tensors().items():
+            tensor.copy_(loaded[name])
         self._restore_optimizer(load_file(path / "optimizer.safetensors"))
         restore_random_state(load_file(path / "random.safetensors"), self._device)
-        return Resumed(state["step"], state["position"], path)
+
+    def _restore_together(self, path: Path, *, of_this_layout: bool) -> None:
+        """Under another number of ranks than it was written, random generators stay as they were seeded."""
+        self._make_optimizer_state()
+        wanted = self._all_tensors(self._world.rank)
+        if not of_this_layout:
+            wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(_RANDOM)}
+        there = names_in(path)
+        wanted = {name: tensor for name, tensor in wanted.items() if name in there}
+        missing = [name for name in self._model_tensors() if name not in there]
+        if missing:
+            raise CheckpointError(f"{path} lacks {', '.join(missing[:3])}; put an intact copy there")
+        load_shards(wanted, path, alone=self._world.size == 1)
+        own = f"{_RANDOM}{self._world.rank}/"
+        state = {name.removeprefix(own): tensor for name, tensor in wanted.items() if name.startswith(own)}
+        if state:
+            restore_random_state(state, self._device)
+
+    def _all_tensors(self, rank: int) -> dict[str, Tensor]:
+        """This rank's, by the names that they have in sharded files."""
+        random = capture_random_state(self._device)
+        return (
+            self._model_tensors()
+            | self._optimizer_tensors()
+            | {f"{_RANDOM}{rank}/{name}": tensor for name, tensor in random.items()}
+        )
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for model in self._models for name, tensor in tensors_of(model).items()}
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: each for model in self._models for name, each in model.named_parameters()}
+
+    def _make_optimizer_state(self) -> None:
+        """Zeros for AdamW's state, to read into: it makes its own only in its first step."""
+        for group in self._optimizer.param_groups:
+            for each in group["params"]:
+                zeros = {name: torch.zeros_like(each, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+                self._optimizer.state[each] = {"step": torch.zeros((), device=_step_device(each)), **zeros}
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         return {
             f"{name}/{key}": value
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self._named_parameters().items()
             for key, value in self._optimizer.state.get(parameter, {}).items()
         }
 
     def _restore_optimizer(self, tensors: dict[str, Tensor]) -> None:
         """By parameter name, since an optimizer numbers its parameters in an order that a later version may change."""
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        names = {parameter: name for name, parameter in self._named_parameters().items()}
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
         state: dict[int, dict[str, Tensor]] = {}
@@ -147,6 +255,14 @@ class Checkpoints:
             state.setdefault(numbers[name], {})[field] = value.clone()
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The newest intact checkpoint, and what is wrong with those that are newer."""
+
+    path: Path | None
+    faults: dict[Path, str]
 
 
 def _set_aside(faults: dict[Path, str], used: Path) -> None:
@@ -163,7 +279,7 @@ def _listed(faults: dict[Path, str]) -> str:
     return "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
 
 
-def _model_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters, tied ones once, and the buffers that a state dict would hold; the tensors themselves."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -174,15 +290,16 @@ def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _restore_model(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    for name, tensor in _model_tensors(model).items():
-        tensor.copy_(tensors[name])
+def _step_device(parameter: nn.Parameter) -> torch.device:
+    """Where AdamW's fused kernels have the number of steps."""
+    return parameter.device
 
 
-def _description(model: PreTrainedModel) -> dict[str, Any]:
+def describe(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells one model from another, to be compared when a run goes on."""
     fields = json.loads(json.dumps(model.config.to_dict(), default=str))
     fields = {name: value for name, value in fields.items() if name not in _RUN_FIELDS and not name.startswith("_")}
-    tensors = _model_tensors(model)
+    tensors = tensors_of(model)
     return {
         "class": type(model).__name__,
         "config": fields,

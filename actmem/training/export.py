@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from actmem.errors import CheckpointError
+from actmem.parallel.world import World
+from actmem.training.checkpoint import tensors_of
 from actmem.training.sealed_directory import writing_directory
+from actmem.training.sharded_files import load_shards, save_shards
 from actmem.training.tokenizing import Tokenizer
 
 
@@ -29,3 +35,15 @@ def export_model(model: PreTrainedModel, tokenizer: Tokenizer, target: Path) -> 
         ) from error
     finally:
         model.config.use_cache = False
+
+
+def gather_model(
+    parts: Sequence[PreTrainedModel], whole: PreTrainedModel | None, directory: Path, world: World
+) -> None:
+    """Put what all ranks have of a model into `whole`, which the first one gives, by way of files in `directory`."""
+    with tempfile.TemporaryDirectory(dir=directory) if world.is_first else nullcontext("") as made:
+        scratch = Path(world.tell(made))
+        save_shards({name: tensor for part in parts for name, tensor in tensors_of(part).items()}, scratch)
+        world.wait()
+        if whole is not None:
+            load_shards(tensors_of(whole), scratch, alone=True)

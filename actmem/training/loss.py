@@ -51,18 +51,23 @@ def next_token_loss(
     loss times `router_aux_loss_coef`, weighted with the batch's share of the targets.
     """
     outputs = model.base_model(input_ids=batch.inputs, use_cache=False)
-    hidden = outputs.last_hidden_state.flatten(0, 1)
-    targets = batch.targets.flatten()
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if kind == "chunked":
-        summed = chunked_cross_entropy(hidden, head.weight, targets)
-    else:
-        summed = functional.cross_entropy(head(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
+    summed = states_loss(model, outputs.last_hidden_state, batch.targets, kind=kind)
     router_logits = getattr(outputs, "router_logits", None)
     if router_logits is None:
         return Loss(summed / num_targets, None)
-    share = (targets != IGNORED).sum() / num_targets
+    share = (batch.targets != IGNORED).sum() / num_targets
     return Loss(summed / num_targets, share * _router_loss(model, router_logits))
+
+
+def states_loss(
+    model: PreTrainedModel, states: Tensor, targets: Tensor, *, kind: Literal["standard", "chunked"]
+) -> Tensor:
+    """The cross-entropy, summed over the targets, of hidden states under the head of `model`."""
+    hidden, targets = states.flatten(0, 1), targets.flatten()
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if kind == "chunked":
+        return chunked_cross_entropy(hidden, head.weight, targets)
+    return functional.cross_entropy(head(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def _router_loss(model: PreTrainedModel, router_logits: Any) -> Tensor:

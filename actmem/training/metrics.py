@@ -26,13 +26,15 @@ class StartRecord:
     num_parameters: int
     num_sequences: int
     peak_source: str
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step. `loss` is the mean cross-entropy of its targets in nats, `router_loss` the weighted auxiliary
     loss, `grad_norm` the norm before clipping, `peak_bytes` the peak of the run so far, `swap` the swap counters of
-    this step where the plan swaps."""
+    this step where the plan swaps, those of the first rank. Of several ranks `loss` is of all, `peak_bytes` the highest
+    peak, and `rank_peak_bytes` are those of each."""
 
     step: int
     loss: float
@@ -44,6 +46,7 @@ class StepRecord:
     tokens_per_second: float
     peak_bytes: int
     swap: dict[str, float | None] | None = None
+    rank_peak_bytes: list[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -13,16 +14,24 @@ from actmem.config.schema import TrainConfig
 _FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters. Weight decay is for matrices; norms and biases have none."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    fused = all(parameter.device.type in _FUSED_DEVICES for parameter in parameters)
+def build_optimizer(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable ones of `parameters`. Weight decay is for matrices; norms and biases have none.
+
+    Parameters on different ranks' meshes are groups of their own: one kernel updates a group.
+    """
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for each in parameters:
+        if each.requires_grad:
+            groups.setdefault((each.ndim >= 2, getattr(each, "device_mesh", None)), []).append(each)
+    fused = all(each.device.type in _FUSED_DEVICES for members in groups.values() for each in members)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=fused
+        [
+            {"params": members, "weight_decay": config.weight_decay if is_matrix else 0.0}
+            for (is_matrix, _), members in sorted(groups.items(), key=lambda item: not item[0][0])
+        ],
+        lr=config.lr,
+        betas=config.betas,
+        fused=fused,
     )
 
 
@@ -38,9 +47,3 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def clip_gradients(model: nn.Module, limit: float | None) -> float:
-    """The norm of all gradients together; where it exceeds `limit`, they are scaled down to it, in place."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if limit is None else limit)
-    return float(norm)

@@ -1,6 +1,8 @@
 """One run, from its configuration to a trained model on disk.
 
-RunConfig -> corpus, tokens -> model, optimizer -> checkpoint (if any) -> plan applied -> steps -> TrainResult
+RunConfig -> corpus, tokens -> model -> plan -> laid out -> optimizer -> checkpoint (if any) -> steps -> TrainResult
+
+Of several processes each runs all of it; the first one writes what there is one of: metrics, progress, the model.
 """
 
 from __future__ import annotations
@@ -9,31 +11,34 @@ import math
 import signal
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from actmem.config.schema import DataConfig, RunConfig
 from actmem.errors import CheckpointError, DataError, NonFiniteError
 from actmem.models.building import build_model, model_fields
 from actmem.models.shapes import build_shapes
+from actmem.parallel import clip_gradients
+from actmem.parallel.world import World, join
 from actmem.planning import Plan
 from actmem.planning.sections import name_of, plan_of
-from actmem.runtime import Applied, apply
 from actmem.runtime.apply import rule_source
 from actmem.runtime.yardsticks import YARDSTICKS
-from actmem.training.budget import describe, plan_run
+from actmem.training.budget import describe as describe_plan
+from actmem.training.budget import plan_run
 from actmem.training.capacity import refuse_too_small_tiers
-from actmem.training.checkpoint import Checkpoints
+from actmem.training.checkpoint import Checkpoints, describe
 from actmem.training.corpus import open_corpus
 from actmem.training.device import choose_device
-from actmem.training.export import export_model
-from actmem.training.loss import Loss, next_token_loss
-from actmem.training.metrics import EvalRecord, MetricsLog, StartRecord, StepRecord
-from actmem.training.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from actmem.training.export import export_model, gather_model
+from actmem.training.laid_out import lay_out
+from actmem.training.metrics import EvalRecord, MetricsLog, Record, StartRecord, StepRecord
+from actmem.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from actmem.training.packing import Batch, PackedSequences
 from actmem.training.peak_memory import PeakMemory
 from actmem.training.progress import TrainingProgress
@@ -74,33 +79,44 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
     """
     directory = RunDirectory(config.train.output_dir)
     with ExitStack() as stack:
-        stack.enter_context(directory.locked())
-        shown = stack.enter_context(TrainingProgress(config.train.steps, enabled=progress))
-        trainer = _Trainer(config, directory, shown)
+        world = stack.enter_context(join(config, choose_device(config.train.device)))
+        if world.is_first:
+            stack.enter_context(directory.locked())
+        shown = stack.enter_context(TrainingProgress(config.train.steps, enabled=progress and world.is_first))
+        trainer = _Trainer(config, world, directory, shown)
+        stack.callback(trainer.laid_out.applied.remove)
         trainer.resume()
         stop = stack.enter_context(StopRequest())
-        plan = trainer.find_plan()
-        with apply(trainer.model, config if plan is None else plan, memory=config.memory) as applied:
-            trainer.refuse_too_small_tiers()
-            trainer.run(stop, applied)
+        trainer.run(stop)
+        trainer.laid_out.applied.remove()
         return trainer.finish(stop)
 
 
 class _Trainer:
     """The parts of a run, and the steps over them. `step` counts the optimizer steps that are done."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, progress: TrainingProgress) -> None:
+    def __init__(self, config: RunConfig, world: World, directory: RunDirectory, progress: TrainingProgress) -> None:
         self.config = config
-        self.plan: str | Path | Plan = "none" if config.memory_budget is not None else plan_of(config)
+        self.world = world
         self.directory = directory
         self.progress = progress
-        self.device = choose_device(config.train.device)
-        self.tokenizer, self.sequences, self.held_out = _open_data(config)
-        self.model = _build(config, self.tokenizer)
-        self.model.to(self.device)  # type: ignore[arg-type]  # its annotations are lost in a wrapper
-        self.optimizer = build_optimizer(self.model, config.train)
+        self.device = world.device
+        self.tokenizer, self.sequences, self.held_out = _open_data(config, world)
+        model = _build(config, self.tokenizer)
+        description = describe(model)
+        self.num_parameters = model.num_parameters()
+        self.plan: str | Path | Plan = self._plan(model)
+        self.laid_out = lay_out(model, config, self.plan if isinstance(self.plan, Plan) else None, world)
+        del model
+        self._refuse_too_small_tiers()
+        self.optimizer = build_optimizer(self.laid_out.named_parameters().values(), config.train)
         self.checkpoints = Checkpoints(
-            directory.checkpoints, self.model, self.optimizer, keep=config.train.keep_checkpoints, device=self.device
+            directory.checkpoints,
+            self.laid_out.models,
+            self.optimizer,
+            keep=config.train.keep_checkpoints,
+            world=world,
+            description=description,
         )
         self.peak = PeakMemory(self.device)
         self.step = self.resumed_from = 0
@@ -110,7 +126,8 @@ class _Trainer:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, or start with seeded generators where there is none."""
-        seed_everything(self.config.train.seed)
+        # Ranks with data of their own draw other numbers; those that share data draw the same.
+        seed_everything(self.config.train.seed + self.world.mesh.data_rank)
         if not self.config.train.resume:
             self._refuse_earlier_run()
         elif (resumed := self.checkpoints.resume()) is not None:
@@ -118,34 +135,47 @@ class _Trainer:
             self.step = self.resumed_from = resumed.step
             self.progress.say(f"resumed after step {self.step} from {resumed.path}")
 
-    def find_plan(self) -> Plan | None:
-        """The plan for the memory budget, where there is one."""
+    def _plan(self, model: PreTrainedModel) -> str | Path | Plan:
+        """What the configuration says, or the plan for its memory budget, found by the first process for all."""
         if self.config.memory_budget is None:
-            return None
+            return plan_of(self.config)
         self.progress.say(f"looking for the best plan within memory_budget: {self.config.memory_budget}")
-        planned = plan_run(self.config, build_shapes(self.config.model, vocab_size=self.model.config.vocab_size))
-        self.plan = planned.plan
-        self.progress.say(describe(planned))
+        vocab_size = model.config.vocab_size
+        planned = self.world.from_first(
+            lambda: plan_run(self.config, build_shapes(self.config.model, vocab_size=vocab_size))
+        )
+        self.progress.say(describe_plan(planned))
         return planned.plan
 
-    def refuse_too_small_tiers(self) -> None:
-        """Say before the first step where swapped values would not fit."""
-        if self.plan not in YARDSTICKS:
+    def _refuse_too_small_tiers(self) -> None:
+        """Say before the first step where swapped values would not fit. What a pipeline has under way is not known."""
+        if self.plan not in YARDSTICKS and self.config.parallel.pp_size == 1:
             refuse_too_small_tiers(self.config, rule_source(self.plan), self.device)
 
-    def run(self, stop: StopRequest, applied: Applied) -> None:
-        """Steps, with evaluations and checkpoints between them, until all are done or `stop` is wanted."""
+    def run(self, stop: StopRequest) -> None:
+        """Steps, with evaluations and checkpoints between them, until all are done or `stop` is wanted anywhere."""
         settings = self.config.train
-        with MetricsLog(self.directory.metrics, step=self.step) as metrics:
-            metrics.write(self._start_record())
-            while self.step < settings.steps and not stop.wanted:
-                record = self._take_step(applied)
-                metrics.write(record)
+        with MetricsLog(self.directory.metrics, step=self.step) if self.world.is_first else nullcontext() as metrics:
+            self._write(metrics, self._start_record())
+            while self.step < settings.steps and not self._is_stopped(stop):
+                record = self._take_step()
+                self._write(metrics, record)
                 self.progress.show(record)
                 if self.held_out and self._is_due(settings.eval_every):
-                    metrics.write(self._evaluate())
-                if self._is_due(settings.checkpoint_every) or stop.wanted:
+                    self._write(metrics, self._evaluate())
+                if self._is_due(settings.checkpoint_every) or self._is_stopped(stop):
                     self.checkpoint = self.checkpoints.save(self.step, self.sequences.position())
+
+    def _write(self, metrics: MetricsLog | None, record: Record) -> None:
+        if metrics is not None:
+            metrics.write(record)
+
+    def _is_stopped(self, stop: StopRequest) -> bool:
+        """Whether any of the processes has been told to stop."""
+        told = [each for each in self.world.gather(stop.signal_number) if each is not None]
+        if told and not stop.wanted:
+            stop.signal_number = told[0]
+        return stop.wanted
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.config.train.steps)
@@ -154,7 +184,7 @@ class _Trainer:
         """Write the model out where all steps are done, and say how the run ended."""
         done = self.step >= self.config.train.steps
         if done:
-            export_model(self.model, self.tokenizer, self.directory.model)
+            self._export()
             self.progress.say(f"all {self.step} steps done; the model is in {self.directory.model}")
         elif stop.signal_number is not None:
             name = signal.Signals(stop.signal_number).name
@@ -167,14 +197,26 @@ class _Trainer:
             loss=self.loss,
             eval_loss=self.eval_loss,
             stopped_by=None if done else stop.signal_number,
-            peak_bytes=self.peak.read_bytes(),
+            peak_bytes=max(self.world.gather(self.peak.read_bytes())),
             peak_source=self.peak.source,
             metrics=self.directory.metrics,
             checkpoint=self.checkpoint,
             model_dir=self.directory.model if done else None,
         )
 
-    def _take_step(self, applied: Applied) -> StepRecord:
+    def _export(self) -> None:
+        """The whole model, put together by the first process where several have parts of it."""
+        if self.world.size == 1:
+            export_model(self.laid_out.models[0], self.tokenizer, self.directory.model)
+            return
+        whole = _build(self.config, self.tokenizer) if self.world.is_first else None
+        gather_model(self.laid_out.models, whole, self.directory.root, self.world)
+        if whole is not None:
+            export_model(whole, self.tokenizer, self.directory.model)
+        self.world.wait()
+
+    def _take_step(self) -> StepRecord:
+        applied = self.laid_out.applied
         started, swapped = time.perf_counter(), applied.stats.swap
         step, settings = self.step + 1, self.config.train
         rate = learning_rate(step, settings)
@@ -183,7 +225,7 @@ class _Trainer:
         if self.step == self.resumed_from:
             self._warn_of_missing_gradients()
         _refuse_non_finite("loss", loss, step)
-        norm = clip_gradients(self.model, settings.grad_clip)
+        norm = clip_gradients(self.laid_out.named_parameters().values(), settings.grad_clip, self.world.mesh)
         _refuse_non_finite("gradient norm", norm, step)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -191,6 +233,7 @@ class _Trainer:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         seconds = time.perf_counter() - started
+        peaks = self.world.gather(self.peak.read_bytes())
         return StepRecord(
             step=step,
             loss=loss,
@@ -200,42 +243,46 @@ class _Trainer:
             num_tokens=num_tokens,
             step_seconds=seconds,
             tokens_per_second=num_tokens / seconds,
-            peak_bytes=self.peak.read_bytes(),
+            peak_bytes=max(peaks),
             swap=applied.stats.swap.since(swapped).to_dict() if applied.swaps else None,
+            rank_peak_bytes=peaks if self.world.size > 1 else None,
         )
 
     def _accumulate_gradients(self) -> tuple[float, float | None, int]:
         """The gradients of one optimizer step; its mean cross-entropy, router loss and number of targets."""
-        settings = self.config.train
-        batches = [self.sequences.next_batch(settings.micro_batch_size) for _ in range(settings.grad_accumulation)]
-        num_targets = sum(batch.targets.numel() for batch in batches)
-        losses = []
-        for batch in batches:
-            loss = self._loss(batch, num_targets)
-            loss.total().backward()
-            losses.append(loss.detached())
-        router = [loss.router for loss in losses if loss.router is not None]
-        cross_entropy = torch.stack([loss.cross_entropy for loss in losses]).sum()
-        return float(cross_entropy), float(torch.stack(router).sum()) if router else None, num_targets
+        batches = [self._next_batch() for _ in range(self.config.train.grad_accumulation)]
+        num_targets = sum(batch.targets.numel() for batch in batches) * self.world.mesh.data_size
+        loss = self.laid_out.steps.gradients([batch.to(self.device) for batch in batches], num_targets)
+        router = None if loss.router is None else float(self.world.sum_over_data(loss.router.clone()))
+        return self._of_all(loss.cross_entropy), router, num_targets
 
-    def _loss(self, batch: Batch, num_targets: int) -> Loss:
-        batch = batch.to(self.device)
-        autocast = self.config.train.autocast is not None
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=autocast):
-            return next_token_loss(self.model, batch, num_targets=num_targets, kind=self.config.model.loss)
+    def _next_batch(self) -> Batch:
+        """This rank's part of the next sequences. All ranks go through them in one order, so that a run can go on with
+        another number of ranks."""
+        settings, mesh = self.config.train, self.world.mesh
+        batch = self.sequences.next_batch(settings.micro_batch_size * mesh.data_size)
+        own = slice(mesh.data_rank * settings.micro_batch_size, (mesh.data_rank + 1) * settings.micro_batch_size)
+        return Batch(batch.inputs[own], batch.targets[own])
+
+    def _of_all(self, share: Tensor) -> float:
+        """The sum of shares of a loss over all ranks that have one."""
+        return float(self.world.sum_over_stages(self.world.sum_over_data(share.clone())))
 
     @torch.no_grad()
     def _evaluate(self) -> EvalRecord:
-        self.model.eval()  # type: ignore[no-untyped-call]
+        """Every rank reads all held-out batches, so that there may be any number of them."""
+        for model in self.laid_out.models:
+            model.eval()  # type: ignore[no-untyped-call]
         num_targets = sum(batch.targets.numel() for batch in self.held_out)
-        losses = [self._loss(batch, num_targets).cross_entropy for batch in self.held_out]
-        self.eval_loss = float(torch.stack(losses).sum())
-        self.model.train()
+        shares = [self.laid_out.steps.evaluate(batch.to(self.device), num_targets) for batch in self.held_out]
+        self.eval_loss = float(self.world.sum_over_stages(torch.stack(shares).sum()))
+        for model in self.laid_out.models:
+            model.train()
         self.progress.say(f"step {self.step}: held-out loss {self.eval_loss:.4f}")
         return EvalRecord(self.step, self.eval_loss, num_targets)
 
     def _warn_of_missing_gradients(self) -> None:
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        names = [name for name, p in self.laid_out.named_parameters().items() if p.requires_grad and p.grad is None]
         if names:
             warnings.warn(
                 f"{len(names)} trainable parameters got no gradient and will not change: {', '.join(names)}; "
@@ -255,16 +302,17 @@ class _Trainer:
             step=self.step,
             plan=name_of(self.plan),
             device=str(self.device),
-            num_parameters=self.model.num_parameters(),
+            num_parameters=self.num_parameters,
             num_sequences=self.sequences.num_sequences,
             peak_source=self.peak.source,
+            num_ranks=self.world.size,
         )
 
 
-def _open_data(config: RunConfig) -> tuple[Tokenizer, PackedSequences, list[Batch]]:
+def _open_data(config: RunConfig, world: World) -> tuple[Tokenizer, PackedSequences, list[Batch]]:
     """The tokenizer, the training sequences, and the batches to evaluate on: none where there is no evaluation."""
     settings, length = config.train, config.data.sequence_length
-    tokenizer, stream = _open_tokens(config.data)
+    tokenizer, stream = world.first_goes_ahead(lambda: _open_tokens(config.data))
     sequences = PackedSequences(stream.train, length, seed=settings.seed, identity=stream.identity)
     if not settings.eval_every:
         return tokenizer, sequences, []

@@ -158,8 +158,8 @@ def test_anything_but_a_mapping_is_a_fault(text: str) -> None:
     fault = only_fault(text)
     assert (fault.path, fault.line) == ("top level", 1)
     assert fault.allowed == (
-        "a section with the keys model, data, train, memory_budget, hardware, policy, plan, activation_swap, "
-        "recompute, recompute_comm, swap, memory, platform, allow_unverified_model"
+        "a section with the keys model, data, train, parallel, memory_budget, hardware, policy, plan, "
+        "activation_swap, recompute, recompute_comm, swap, memory, platform, allow_unverified_model"
     )
 
 

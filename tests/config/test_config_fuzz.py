@@ -15,8 +15,11 @@ from ruamel.yaml import YAML
 from actmem.config.layers import from_ranges, to_ranges
 from actmem.config.loading import parse_config
 from actmem.config.patterns import pattern_problem
-from actmem.config.schema import RunConfig
-from actmem.config.wording import keys_at
+from actmem.config.presets import PRESETS
+from actmem.config.schema import ParallelConfig, RunConfig
+from actmem.config.sizes import num_layers
+from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
+from actmem.config.wording import keys_at, names_at
 from actmem.errors import ConfigError
 from actmem.planning import Plan
 from actmem.planning.sections import plan_of
@@ -114,6 +117,54 @@ def mutated(changes: list[tuple[tuple[str, ...], object]], base: dict[str, Any] 
         if isinstance(inside, dict):
             inside[key] = value
     return config
+
+
+LAYOUT: dict[str, Any] = {
+    "model": {"name": "qwen3-tiny", "config": {"tie_word_embeddings": False}},
+    "data": {"path": ["a"]},
+    "train": {"micro_batch_size": 4},
+    "parallel": {"dp_shard_size": 2, "tp_size": 2, "pp_size": 2, "pp_microbatches": 2, "pp_layers": [1, 3]},
+}
+sizes = st.one_of(st.integers(-1, 9), st.sampled_from([2**63, 10**30, 10**5000]), scalars)
+fields_of_model = st.dictionaries(
+    st.sampled_from([*PRESETS["qwen3-moe-tiny"], "num_local_experts", "num_experts"]),
+    st.one_of(sizes, st.sampled_from(["qwen3", "qwen3_moe"])),
+    max_size=4,
+)
+model_names = st.sampled_from(["qwen3-tiny", "qwen3-moe-tiny", None])
+SPECIAL = {
+    "pp_schedule": st.one_of(st.sampled_from(names_at(("parallel", "pp_schedule"))), scalars),
+    "pp_layers": st.one_of(st.lists(sizes, max_size=5), values),
+    "sequence_parallel": st.one_of(st.booleans(), values),
+    "loss_parallel": st.one_of(st.booleans(), values),
+}
+layout_places = [("parallel", key) for key in keys_at(("parallel",))]
+layout_places += [("train", "micro_batch_size"), ("train", "grad_accumulation"), ("data", "sequence_length")]
+in_layout = st.sampled_from(layout_places).flatmap(
+    lambda place: st.tuples(st.just(place), SPECIAL.get(place[1], sizes))
+)
+in_model = st.one_of(
+    st.tuples(st.just(("model", "config")), fields_of_model), st.tuples(st.just(("model", "name")), model_names)
+)
+changed_layouts = st.lists(st.one_of(in_layout, in_layout, in_layout, in_model), min_size=1, max_size=6)
+
+
+@many
+@given(changed_layouts)
+def test_mutated_layouts(changes: list[tuple[tuple[str, ...], object]]) -> None:
+    found = outcome(mutated(changes, LAYOUT))
+    if not isinstance(found, RunConfig):
+        return
+    parallel, depth = found.parallel, num_layers(found.model)
+    assert ParallelConfig.model_validate(parallel.model_dump()) == parallel
+    if depth is not None and depth < 100:
+        assert layers_of_stages(parallel, depth)[-1][1] == depth
+        ranks = [stages_of_rank(parallel, rank) for rank in range(parallel.pp_size)]
+        assert sorted(stage for stages in ranks for stage in stages) == list(range(num_stages(parallel)))
+
+
+def test_the_layout_that_is_mutated_is_sound() -> None:
+    assert isinstance(outcome(LAYOUT), RunConfig)
 
 
 WAYS: dict[str, Any] = {

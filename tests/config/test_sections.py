@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from actmem.config.depth import num_layers
 from actmem.config.layers import from_ranges
 from actmem.config.loading import parse_config
 from actmem.config.patterns import TIME_LIMIT, SlowPatternError, matches, pattern_problem
 from actmem.config.rules import idle_settings
 from actmem.config.schema import ModelConfig, RunConfig
 from actmem.config.settings import LAYER_FIELDS, settings_in
+from actmem.config.sizes import num_layers
 from actmem.errors import ConfigError, Fault
 
 HEAD = "model: {name: qwen3-tiny}\ndata: {path: [a.txt]}\n"

@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -45,14 +45,15 @@ class _Leaving(NamedTuple):
 
 class CallSwaps:
     """The swapped storages of one region call, in the order they left, and the ids of those that had to stay. Calls are
-    numbered as they come."""
+    numbered as they come. Those of one `group` run their backward passes one after the other."""
 
-    __slots__ = ("__weakref__", "number", "refused", "region", "storages", "swapper")
+    __slots__ = ("__weakref__", "group", "number", "refused", "region", "storages", "swapper")
 
-    def __init__(self, swapper: Swapper, region: str, number: int) -> None:
+    def __init__(self, swapper: Swapper, region: str, number: int, group: Hashable) -> None:
         self.swapper = swapper
         self.region = region
         self.number = number
+        self.group = group
         self.storages: list[weakref.ref[SwappedStorage]] = []
         self.refused: set[int] = set()
 
@@ -89,6 +90,8 @@ class Swapper:
         self._coming: list[weakref.ref[SwappedStorage]] = []
         self._said: set[str] = set()
         self._pid = os.getpid()
+        self._group: Hashable = None
+        self._swaps_here = True
 
     @property
     def counters(self) -> SwapCounters:
@@ -101,12 +104,25 @@ class Swapper:
             setattr(counters, f"{name}_high_water_bytes", usage.high_water_bytes)
         return counters
 
+    def enter_group(self, group: Hashable, *, swaps: bool = True) -> None:
+        """Calls from now on belong to `group`; without `swaps`, what they save stays."""
+        self._group, self._swaps_here = group, swaps
+
+    def expect(self, group: Hashable) -> None:
+        """The backward passes of a group are near: start the way back of what its last calls have away."""
+        with self._lock, dispatch_off():
+            self._settle()
+            last = sorted((each for each in self._calls.values() if each.group == group), key=lambda each: -each.number)
+            for call in last[: self._prefetch + 1]:
+                self._wanted.extend(reversed(call.storages))
+            self._prefetch_more()
+
     def begin_call(self, region: str) -> CallSwaps:
         """A region is entered."""
         with self._lock:
             self._num_calls += 1
             self._settle()
-            call = self._calls[self._num_calls] = CallSwaps(self, region, self._num_calls)
+            call = self._calls[self._num_calls] = CallSwaps(self, region, self._num_calls, self._group)
             return call
 
     def end_call(self) -> None:
@@ -124,7 +140,7 @@ class Swapper:
                 self._note_unfit(tensor)
                 return None
             storage = self.find(tensor)
-            if storage is None and storage_id(tensor) not in call.refused:
+            if storage is None and self._swaps_here and storage_id(tensor) not in call.refused:
                 storage = self._offload(tensor, order, call, verify)
             if storage is None:
                 call.refused.add(storage_id(tensor))
@@ -171,7 +187,9 @@ class Swapper:
         with self._lock, dispatch_off():
             self._reached = weakref.ref(call)
             self._wanted.clear()
-            earlier = sorted(number for number in self._calls if number < call.number)
+            earlier = sorted(
+                number for number, each in self._calls.items() if number < call.number and each.group == call.group
+            )
             for ahead in (call, *(self._calls.get(number) for number in earlier[::-1][: self._prefetch])):
                 if ahead is not None:
                     self._wanted.extend(reversed(ahead.storages))
