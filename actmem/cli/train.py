@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,25 +23,37 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings in place of the file's.")
     ] = None,
+    num_processes: Annotated[
+        int, typer.Option("--nproc", min=1, help="Start this many processes here, as torchrun does.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Show no progress on standard error.")] = False,
 ) -> None:
     """Train as CONFIG says, or go on where its output directory stands.
 
     Ctrl-C or SIGTERM finishes the step in hand, saves a checkpoint and stops; a second one stops at once. Exit code: 0
-    when all steps are done, 128 and the signal's number when one of those ended the run early, 2 for an error.
+    when all steps are done, 128 and the signal's number when one of those ended the run early, 2 for an error. Several
+    processes, one for each rank of the section `parallel`, are started by --nproc on one machine, or by torchrun
+    -m actmem train CONFIG on many.
     """
     run = load_config(config, overrides or ())
+    if num_processes > 1:
+        from actmem.cli.launch import launch
+        from actmem.parallel.world import refuse_other_number
+
+        refuse_other_number(run, num_processes)
+        raise typer.Exit(launch(num_processes, sys.argv[1:]))
     from transformers.utils import logging
 
     from actmem.training.trainer import train as run_training
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would break into ours
     result = run_training(run, progress=not no_progress)
-    if as_json:
-        print_json(asdict(result))
-    else:
-        Screen().facts(_summary(result))
+    if os.environ.get("RANK", "0") == "0":
+        if as_json:
+            print_json(asdict(result))
+        else:
+            Screen().facts(_summary(result))
     if result.stopped_by is not None:
         raise typer.Exit(128 + result.stopped_by)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -121,14 +121,17 @@ class Pipeline:
     ) -> None:
         self.swaps = swaps
         self.has_first, self.has_last = 0 in modules, num_stages - 1 in modules
-        stages = [
+        self._shape, self._loss, self._group, self._device = shape, loss, group, device
+        self._rank = group.rank()
+        self._stages = [
             _stage(module, index, num_stages, shape=shape, group=group, device=device, swaps=swaps)
             for index, module in modules.items()
         ]
         kind = get_schedule_class(schedule)
         settings: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
-        given: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        given: Any = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
         self._schedule = kind(given, num_microbatches, **settings)
+        self._rank_of: dict[int, int] = self._stages[0].stage_index_to_group_rank
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Forward and backward passes of a batch of (sequences, tokens) ids; its loss in the rank of the last stage."""
@@ -142,17 +145,24 @@ class Pipeline:
             )
         return torch.stack(losses).sum() if self.has_last else None
 
+    @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """The loss of a batch without gradients, in the rank of the last stage."""
-        losses: list[Tensor] = []
-        with torch.no_grad():
-            self._schedule.eval(
-                *([inputs] if self.has_first else []),
-                target=targets if self.has_last else None,
-                losses=losses if self.has_last else None,
-                return_outputs=False,
-            )
-        return torch.stack(losses).sum() if self.has_last else None
+        """The loss of a batch of any size without gradients, in the rank of the last stage.
+
+        One stage after the other: some of torch's schedules cannot go without a backward pass.
+        """
+        states = inputs
+        for stage in self._stages:
+            before, after = (self._rank_of.get(stage.stage_index + step) for step in (-1, 1))
+            if before not in (None, self._rank):
+                states = torch.empty(
+                    *inputs.shape, self._shape.num_features, dtype=self._shape.dtype, device=self._device
+                )
+                distributed.recv(states, group=self._group, group_src=before)
+            states = stage.submod(states)
+            if after not in (None, self._rank):
+                distributed.send(states.contiguous(), group=self._group, group_dst=after)
+        return self._loss(states, targets) if self.has_last else None
 
 
 def _stage(

@@ -107,8 +107,7 @@ def join(config: RunConfig, device: torch.device) -> Iterator[World]:
     `LayoutError` where the processes differ in configuration or packages.
     """
     sizes, size = config.parallel, int(os.environ.get("WORLD_SIZE", "1"))
-    if sizes.world_size != size:
-        raise ConfigError([_wrong_number(config, size)])
+    refuse_other_number(config, size)
     if size == 1:
         yield World(build_mesh(sizes, device.type), device, 0, 1)
         return
@@ -122,6 +121,12 @@ def join(config: RunConfig, device: torch.device) -> Iterator[World]:
         yield world
     finally:
         distributed.destroy_process_group()
+
+
+def refuse_other_number(config: RunConfig, size: int) -> None:
+    """Raise `ConfigError` unless the section `parallel` is for `size` processes."""
+    if config.parallel.world_size != size:
+        raise ConfigError([_wrong_number(config, size)])
 
 
 def refuse_differences(mine: dict[str, str]) -> None:
@@ -145,9 +150,10 @@ def refuse_differences(mine: dict[str, str]) -> None:
 def _wrong_number(config: RunConfig, size: int) -> Fault:
     sizes = config.parallel
     named = ("dp_replicate_size", "dp_shard_size", "tp_size", "pp_size")
-    product = " x ".join(f"{name} {value}" for name in named if (value := getattr(sizes, name)) > 1) or "one process"
-    problem = f"{product} makes {sizes.world_size}, and {size} run"
-    return Fault("parallel", problem, allowed=f"actmem train --nproc {sizes.world_size} CONFIG, or torchrun")
+    product = " x ".join(f"{name} {value}" for name in named if (value := getattr(sizes, name)) > 1)
+    problem = f"is for {f'{product} =' if product else ''} {sizes.world_size} processes, and {size} run"
+    allowed = f"as many as it says: actmem train --nproc {sizes.world_size} CONFIG, or torchrun; or other sizes"
+    return Fault("parallel", problem.replace("  ", " "), allowed=allowed)
 
 
 def _own_device(device: torch.device) -> torch.device:

@@ -20,10 +20,12 @@ from transformers import PreTrainedModel
 from actmem.config.schema import ModelConfig, TrainConfig
 from actmem.errors import CheckpointError
 from actmem.models.building import build_model
-from actmem.training.checkpoint import Checkpoints
+from actmem.parallel import MeshSizes, build_mesh
+from actmem.parallel.world import World
+from actmem.training.checkpoint import Checkpoints, describe
 from actmem.training.optimizer import build_optimizer
 
-CPU = torch.device("cpu")
+ALONE = World(build_mesh(MeshSizes(), "cpu"), torch.device("cpu"), 0, 1)
 SHAPE: dict[str, object] = {
     "model_type": "qwen3",
     "hidden_size": 64,
@@ -39,11 +41,11 @@ SHAPE: dict[str, object] = {
 def run_state(root: Path, *, keep: int = 2, seed: int = 0, **fields: object) -> tuple[PreTrainedModel, Checkpoints]:
     """A model that has taken one optimizer step, so that the optimizer has a state, and its checkpoints."""
     model = build_model(ModelConfig(config=SHAPE | fields), seed=seed)
-    optimizer = build_optimizer(model, TrainConfig())
+    optimizer = build_optimizer(model.parameters(), TrainConfig())
     model(input_ids=torch.arange(8).reshape(1, 8)).logits.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return model, Checkpoints(root, model, optimizer, keep=keep, device=CPU)
+    return model, Checkpoints(root, [model], optimizer, keep=keep, world=ALONE, description=describe(model))
 
 
 def damage(path: Path, kind: str) -> None:

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from actmem.config.schema import TrainConfig
-from actmem.training.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from actmem.parallel import MeshSizes, build_mesh, clip_gradients
+from actmem.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 
 
 def test_only_matrices_decay() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     frozen = model[0].weight.requires_grad_(False)
-    optimizer = build_optimizer(nn.ModuleList([model, nn.Linear(3, 2)]), TrainConfig(weight_decay=0.3))
+    optimizer = build_optimizer(nn.ModuleList([model, nn.Linear(3, 2)]).parameters(), TrainConfig(weight_decay=0.3))
     decay = {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decay == {2: 0.3, 1: 0.0}
     assert not any(p is frozen for group in optimizer.param_groups for p in group["params"])
@@ -35,7 +36,7 @@ def test_short_runs_have_a_rate_too(steps: int, warmup: int) -> None:
 
 
 def test_the_rate_reaches_every_group() -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2), TrainConfig())
+    optimizer = build_optimizer(nn.Linear(2, 2).parameters(), TrainConfig())
     set_learning_rate(optimizer, 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
@@ -44,5 +45,5 @@ def test_the_rate_reaches_every_group() -> None:
 def test_clipping_gives_the_norm_from_before_it(limit: float | None, after: float) -> None:
     model = nn.Linear(2, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert clip_gradients(model, limit) == pytest.approx(5.0)
+    assert clip_gradients(model.parameters(), limit, build_mesh(MeshSizes(), "cpu")) == pytest.approx(5.0)
     assert float(model.weight.grad.norm()) == pytest.approx(after)

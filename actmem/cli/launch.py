@@ -1,0 +1,42 @@
+"""Starting the processes of a run on this machine, and saying how they ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import get_args_parser, run
+
+from actmem.cli.screen import Screen
+
+
+def launch(num_processes: int, arguments: Sequence[str]) -> int:
+    """Run ``actmem`` with `arguments`, but for ``--nproc``, in that many processes; returns the exit code for all.
+
+    One that fails ends the others. The first to fail is named, with how it ended.
+    """
+    given = ["--standalone", f"--nproc-per-node={num_processes}", "-m", "actmem", *_without_nproc(arguments)]
+    try:
+        run(get_args_parser().parse_args(given))
+    except ChildFailedError as error:
+        rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+        if failure.exitcode not in (2, 130, 143):
+            Screen(stderr=True).line(_how_it_ended(rank, failure), style="red")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return 0
+
+
+def _how_it_ended(rank: int, failure: ProcessFailure) -> str:
+    how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else signal.Signals(-failure.exitcode).name
+    return f"rank {rank} ended first, by {how}; the others were stopped; run again to go on from the last checkpoint"
+
+
+def _without_nproc(arguments: Sequence[str]) -> list[str]:
+    kept, skip = [], False
+    for each in arguments:
+        if skip or each == "--nproc" or each.startswith("--nproc="):
+            skip = each == "--nproc"
+            continue
+        kept.append(each)
+    return kept

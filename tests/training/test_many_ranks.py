@@ -1,0 +1,174 @@
+"""Whole runs of two processes: the loss of one process, resumed to the bit, and read under another layout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import multiprocessing
+from transformers import AutoModelForCausalLM
+
+from actmem.config.loading import parse_config
+from actmem.config.schema import RunConfig
+from actmem.training.metrics import StepRecord, read_metrics
+from actmem.training.trainer import train
+
+pytestmark = pytest.mark.slow
+
+TEXT = Path(__file__).parents[2] / "actmem" / "runtime"
+FIELDS = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+}
+HALVES = {"train": {"micro_batch_size": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "copies": {"parallel": {"dp_replicate_size": 2}, **HALVES},
+    "shards": {"parallel": {"dp_shard_size": 2}, **HALVES},
+    "tensors": {"parallel": {"tp_size": 2}},
+    "sequence": {"parallel": {"tp_size": 2, "sequence_parallel": True, "loss_parallel": True}},
+    "stages": {"parallel": {"pp_size": 2, "pp_microbatches": 4}, "policy": "attention-swap"},
+    "two stages each": {"parallel": {"pp_size": 2, "pp_microbatches": 4, "pp_schedule": "ZBVZeroBubble"}},
+}
+STEPS, HALF = 4, 2
+READERS = ("tensors", "stages", "alone")
+
+
+def config(root: Path, name: str, layout: dict[str, Any]) -> RunConfig:
+    settings: dict[str, Any] = {
+        "model": {"config": FIELDS},
+        "data": {
+            "path": [f"{TEXT}/*.py"],
+            "sequence_length": 32,
+            "vocab_size": 512,
+            "cache_dir": str(root / "cache"),
+        },
+        "train": {
+            "steps": STEPS,
+            "micro_batch_size": 4,
+            "warmup_steps": 1,
+            "lr": 0.01,
+            "checkpoint_every": HALF,
+            "eval_every": STEPS,
+            "eval_batches": 1,
+            "device": "cpu",
+            "output_dir": str(root / name),
+        },
+        "policy": "selective",
+        "parallel": {"timeout_seconds": 60.0},
+        "memory": {"min_swap_bytes": 0, "verify": "always"},
+    }
+    for key, value in layout.items():
+        settings[key] = settings[key] | value if isinstance(value, dict) and key in settings else value
+    return parse_config(settings)
+
+
+def forget_second_half(root: Path, name: str, onto: str) -> None:
+    """A run as it stood at its first checkpoint."""
+    shutil.copytree(root / name / "checkpoints" / f"step-{HALF:08d}", root / onto / "checkpoints" / f"step-{HALF:08d}")
+
+
+def train_as(rank: int, ports: list[int], run: RunConfig) -> None:
+    """One run of two processes, told who they are as torchrun tells them. Each needs a port of its own."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports.pop()}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    train(run, progress=False)
+
+
+def work_first(rank: int, ports: list[int], directory: str) -> None:
+    """The run that others are to go on from."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    train_as(rank, ports, config(Path(directory), "shards", LAYOUTS["shards"]))
+
+
+def work(rank: int, ports: list[int], directory: str) -> None:
+    """All other runs of two processes, one after the other."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    root = Path(directory)
+    for name, layout in LAYOUTS.items():
+        if name != "shards":
+            train_as(rank, ports, config(root, name, layout))
+    for name, layout in LAYOUTS.items():
+        if rank == 0:
+            forget_second_half(root, name, f"{name} again")
+        train_as(rank, ports, config(root, f"{name} again", layout))
+    for name in READERS[:-1]:
+        train_as(rank, ports, config(root, f"{name} from shards", LAYOUTS[name]))
+    train_as(rank, ports, config(root, "shards from alone", LAYOUTS["shards"]))
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    train(config(root, "alone", {}), progress=False)
+    forget_second_half(root, "alone", "shards from alone")
+    multiprocessing.spawn(work_first, args=(free_ports(2 * len(LAYOUTS) + 4), str(root)), nprocs=2)
+    for name in READERS:
+        forget_second_half(root, "shards", f"{name} from shards")
+    multiprocessing.spawn(work, args=(free_ports(2 * len(LAYOUTS) + 4), str(root)), nprocs=2)
+    train(config(root, "alone from shards", {}), progress=False)
+    return root
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {each.step: each.loss for each in read_metrics(run / "metrics.jsonl") if isinstance(each, StepRecord)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_has_the_loss_of_one_process(runs: Path, name: str) -> None:
+    assert losses(runs / name) == pytest.approx(losses(runs / "alone"), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_resumed_run_ends_in_the_same_bits(runs: Path, name: str) -> None:
+    one, other = (load_file(runs / each / "model" / "model.safetensors") for each in (name, f"{name} again"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[each], other[each]) for each in one)
+    assert min(losses(runs / f"{name} again")) == HALF + 1
+
+
+@pytest.mark.parametrize("name", [f"{each} from shards" for each in READERS] + ["shards from alone"])
+def test_a_checkpoint_is_read_under_another_layout(runs: Path, name: str) -> None:
+    expected = losses(runs / "alone")
+    assert losses(runs / name) == pytest.approx({step: expected[step] for step in (HALF + 1, STEPS)}, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["shards", "stages", "tensors"])
+def test_the_exported_model_is_one_that_transformers_loads(runs: Path, name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(runs / name / "model")
+    alone = AutoModelForCausalLM.from_pretrained(runs / "alone" / "model")
+    for (one, mine), (other, theirs) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+        assert one == other
+        assert torch.allclose(mine, theirs, rtol=1e-3, atol=1e-4), one
+
+
+def test_metrics_tell_of_all_ranks(runs: Path) -> None:
+    last = [each for each in read_metrics(runs / "shards" / "metrics.jsonl") if isinstance(each, StepRecord)][-1]
+    assert last.rank_peak_bytes is not None
+    assert len(last.rank_peak_bytes) == 2
+    assert last.peak_bytes == max(last.rank_peak_bytes)
+    assert last.num_tokens == 4 * 32
