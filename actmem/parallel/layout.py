@@ -46,7 +46,10 @@ def lay_out_model(
 def shard_tensors(
     model: nn.Module, mesh: Mesh, *, sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> None:
-    """Spread the tensors and experts of a model, or of some layers of one, over ranks with the same data or experts.
+    """Spread the tensors and experts of a model over ranks with the same data or experts.
+
+    Of a model that is cut into pipeline stages, each stage is given by itself, once it is cut: with `sequence_parallel`
+    a stage takes and returns whole sequences, which it cuts and joins at its own first and last layer.
 
     Comes before any plan and before `shard_data`: raises `LayoutError` where it does not, or where sizes do not fit.
     """

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from actmem import Action, Plan, Rule
-from actmem.parallel import MeshSizes, build_mesh, clip_gradients, lay_out_model, shard_data, shard_tensors
+from actmem.parallel import Mesh, MeshSizes, build_mesh, clip_gradients, lay_out_model, shard_data, shard_tensors
+from actmem.parallel.pipeline import cut
 from actmem.runtime import Applied, apply
 
 NUM_STEPS = 2
@@ -32,7 +35,7 @@ SEQUENCES, LENGTH = 2, 16  # of a rank with data of its own
 @dataclass(frozen=True)
 class Case:
     """A model family in a layout; `fields` are further ones of the model's configuration, `idle`: all tokens go to the
-    same experts."""
+    same experts, `staged`: the layers are cut into two stages first, as for a pipeline."""
 
     family: str
     sizes: MeshSizes
@@ -40,6 +43,7 @@ class Case:
     sequence_parallel: bool = False
     loss_parallel: bool = False
     idle: bool = False
+    staged: bool = False
     mixture: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +72,7 @@ CASES: dict[int, dict[str, Case]] = {
         "tp-moe-idle": Case("eager", TP, idle=True),
         "tp-odd": Case("dense", TP, ODD, sequence_parallel=True),
         "tp-sp": Case("dense", TP, sequence_parallel=True),
+        "tp-sp-staged": Case("dense", TP, sequence_parallel=True, staged=True),
         "tp-sp-moe": Case("grouped_mm", TP, sequence_parallel=True),
         "tp-loss": Case("dense", TP, loss_parallel=True),
         "tp-sp-loss-moe": Case("grouped_mm", TP, sequence_parallel=True, loss_parallel=True),
@@ -101,6 +106,7 @@ PLANS: dict[str, str | Plan] = {
     "mixed": MIXED,
 }
 LATE = "full, applied last"
+PLANNED_LAST = ("ddp", "fsdp2", "tp-sp", "ep", "fsdp2-tp-moe", "fsdp2-ep-eager")
 MEMORY = {"tier": "disk", "min_swap_bytes": 0, "verify": "always"}
 
 
@@ -143,6 +149,34 @@ def build(case: Case) -> Any:
     return model
 
 
+class Staged(nn.Module):
+    """A model as two stages, one after the other. Parameters have the names that they have in the whole model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([cut(model, 0, 1), cut(model, 1, 2)])
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for stage in self.stages:
+            yield from stage.model.named_parameters()
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        states = input_ids
+        for stage in self.stages:
+            states = stage(states)
+        return SimpleNamespace(logits=self.stages[-1].model.lm_head(states))
+
+
+def lay_out(case: Case, model: Any, mesh: Mesh, apply_plan: Any) -> tuple[nn.Module, Applied | None]:
+    """`lay_out_model`, or the same for stages, whose tensors are cut one stage at a time."""
+    options = {"sequence_parallel": case.sequence_parallel, "loss_parallel": case.loss_parallel}
+    if not case.staged:
+        return lay_out_model(model, mesh, apply_plan, **options)
+    for stage in model.stages:
+        shard_tensors(stage, mesh, **options)
+    return model, apply_plan(model)
+
+
 def loss_of(case: Case, module: nn.Module, step: int, part: int) -> Tensor:
     """The share of one part of the data in the loss of a step, that of the routers included."""
     count = SEQUENCES * case.data_size
@@ -173,14 +207,12 @@ def run_alone(case: Case) -> Outcome:
 def run_on_rank(case: Case, plan: str | Plan | None, *, late: bool = False) -> Outcome:
     """This rank's part of the case, laid out, under a plan; `late`: one that comes after all else."""
     mesh = build_mesh(case.sizes, "cpu")
-    model = build(case)
+    model = Staged(build(case)) if case.staged else build(case)
 
     def apply_plan(model: nn.Module) -> Applied | None:
         return None if plan is None or late else apply(model, plan, memory=MEMORY)
 
-    module, applied = lay_out_model(
-        model, mesh, apply_plan, sequence_parallel=case.sequence_parallel, loss_parallel=case.loss_parallel
-    )
+    module, applied = lay_out(case, model, mesh, apply_plan)
     if late and plan is not None:
         applied = apply(module, plan, memory=MEMORY)
     steps, collectives, whole = [], [], []
@@ -283,7 +315,8 @@ def work(rank: int, num_ranks: int, port: int, directory: str) -> None:
         results[name, "none"] = _caught(run_on_rank, case, None)
         for plan_name, plan in PLANS.items():
             results[name, plan_name] = _caught(run_on_rank, case, plan)
-        results[name, LATE] = _caught(functools.partial(run_on_rank, late=True), case, "full")
+        if name in PLANNED_LAST:
+            results[name, LATE] = _caught(functools.partial(run_on_rank, late=True), case, "full")
     torch.save(results, Path(directory, f"{num_ranks}-{rank}"))
     distributed.destroy_process_group()
 
