@@ -7,29 +7,28 @@ parameters around whole calls of layers, so it goes outside the plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from transformers import PreTrainedModel
 
 from actmem.errors import LayoutError
 from actmem.models.regions import find_regions
 from actmem.parallel.experts import ExchangedExperts
 from actmem.parallel.mesh import Mesh
 from actmem.parallel.shard import shard_data
-from actmem.parallel.tensor import parallelize_tensors
+from actmem.parallel.tensor import has_experts, parallelize_tensors
 from actmem.runtime.intercept import is_planned
 
 Planned = TypeVar("Planned")
 
 
 def lay_out_model(
-    model: PreTrainedModel,
+    model: nn.Module,
     mesh: Mesh,
-    apply_plan: Callable[[PreTrainedModel], Planned],
+    apply_plan: Callable[[nn.Module], Planned],
     *,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
@@ -45,9 +44,12 @@ def lay_out_model(
 
 
 def shard_tensors(
-    model: PreTrainedModel, mesh: Mesh, *, sequence_parallel: bool = False, loss_parallel: bool = False
+    model: nn.Module, mesh: Mesh, *, sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> None:
-    """Spread the tensors and experts of a model, or of some layers of one, over ranks with the same data or experts.
+    """Spread the tensors and experts of a model over ranks with the same data or experts.
+
+    Of a model that is cut into pipeline stages, each stage is given by itself, once it is cut: with `sequence_parallel`
+    a stage takes and returns whole sequences, which it cuts and joins at its own first and last layer.
 
     Comes before any plan and before `shard_data`: raises `LayoutError` where it does not, or where sizes do not fit.
     """
@@ -56,13 +58,13 @@ def shard_tensors(
     if tensors is not None:
         parallelize_tensors(model, tensors, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     if experts is not None:
-        mixtures = [layer.mlp.experts for layer in find_regions(model).values() if hasattr(layer.mlp, "experts")]
+        mixtures: list[Any] = [layer.mlp for layer in find_regions(model).values() if has_experts(layer)]
         if not mixtures:
             raise LayoutError(
                 f"ep_size {experts.size()} on {type(model).__name__}, which has no experts; set ep_size: 1"
             )
         for each in mixtures:
-            parallelize_module(each, experts, ExchangedExperts())
+            parallelize_module(each, experts, {"experts": ExchangedExperts()})
 
 
 def _refuse_wrong_order(model: nn.Module) -> None:

@@ -69,9 +69,9 @@ class Mesh:
         if axis in ("ep", "dp_shard_of_experts"):
             shard = self.rank_of("dp_shard")
             return shard % self.size("ep") if axis == "ep" else shard // self.size("ep")
-        inner = {"tp": (), "dp_shard": ("tp",), "dp_replicate": ("tp", "dp_shard")}
-        below = inner.get(axis, ("tp", "dp_shard", "dp_replicate"))
-        return self.rank // math.prod(self.size(each) for each in below) % self.size(axis)
+        inner: tuple[Axis, ...] = ("tp", "dp_shard", "dp_replicate", "pp")
+        below = [self.size(each) for each in inner[: inner.index(axis)]]
+        return self.rank // math.prod(below) % self.size(axis)
 
     def sub(self, *axes: Axis) -> DeviceMesh | None:
         """The mesh of the ranks that differ from this one along these axes alone; ``None`` for this rank by itself."""

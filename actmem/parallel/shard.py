@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from actmem.errors import LayoutError
 from actmem.models.regions import find_regions
 from actmem.parallel.mesh import Mesh
+from actmem.parallel.tensor import has_experts
 
 
 def shard_data(model: nn.Module, mesh: Mesh, *, reshard_after_forward: bool = True) -> nn.Module:
@@ -46,11 +47,11 @@ def _copy(model: nn.Module, ranks: DeviceMesh) -> nn.Module:
         model, process_group=ranks.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
     )
     # DDP compares annotations with types, and ours are strings; a lambda has none.
-    copies.register_comm_hook(ranks.get_group(), lambda group, bucket: _sum(group, bucket))  # type: ignore[no-untyped-call]
+    copies.register_comm_hook(ranks.get_group(), lambda group, bucket: _sum(group, bucket))
     return copies
 
 
-def _sum(group: distributed.ProcessGroup, bucket: distributed.GradBucket) -> Future[Tensor]:
+def _sum(group: distributed.ProcessGroup, bucket: Any) -> Future[Tensor]:
     work: Any = distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
     done: Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
     return done
@@ -59,9 +60,8 @@ def _sum(group: distributed.ProcessGroup, bucket: distributed.GradBucket) -> Fut
 def _shard(model: nn.Module, mesh: Mesh, ranks: DeviceMesh, reshard_after_forward: bool) -> None:
     kept = set[nn.Parameter]()
     for layer in find_regions(model).values():
-        experts = getattr(layer.mlp, "experts", None)
-        if experts is not None and mesh.size("ep") > 1:
-            kept |= _shard_experts(experts, mesh, reshard_after_forward)
+        if mesh.size("ep") > 1 and has_experts(layer):
+            kept |= _shard_experts(layer.mlp, mesh, reshard_after_forward)
         fully_shard(layer, mesh=ranks, reshard_after_forward=reshard_after_forward, ignored_params=kept)
     fully_shard(model, mesh=ranks, ignored_params=kept)
     for module in model.modules():
@@ -71,8 +71,9 @@ def _shard(model: nn.Module, mesh: Mesh, ranks: DeviceMesh, reshard_after_forwar
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _shard_experts(experts: nn.Module, mesh: Mesh, reshard_after_forward: bool) -> set[nn.Parameter]:
+def _shard_experts(mixture: Any, mesh: Mesh, reshard_after_forward: bool) -> set[nn.Parameter]:
     """Shard experts that are spread over the ranks already; returns their parameters if there is no more to do."""
+    experts: nn.Module = mixture.experts
     assert all(isinstance(each, DTensor) for each in experts.parameters())
     ranks = mesh.sub("dp_replicate", "dp_shard_of_experts")
     if ranks is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,8 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from actmem.errors import LayoutError
 from actmem.models.regions import find_regions
@@ -88,37 +90,40 @@ def norm_styles() -> Mapping[str, ParallelStyle]:
 
 
 def parallelize_tensors(
-    model: PreTrainedModel, mesh: DeviceMesh, *, sequence_parallel: bool = False, loss_parallel: bool = False
+    model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = False, loss_parallel: bool = False
 ) -> None:
     """Cut a Qwen3 or Qwen3-MoE, or some layers of one, over the ranks of `mesh`, in place. All hold the same model.
 
     The model is given whole sequences, and its hidden states come out whole. So do its logits; with `loss_parallel`
     they are a DTensor cut along the vocabulary, for torch's context of that name. Raises `LayoutError`.
     """
-    _check(model, mesh.size())
-    residual = ALONG_SEQUENCE if sequence_parallel else WHOLE
     layers = list(find_regions(model).values())
+    _check(layers, mesh.size())
+    residual = ALONG_SEQUENCE if sequence_parallel else WHOLE
     for layer in layers:
-        styles = dict(attention_styles(residual))
-        styles |= mixture_styles(residual) if hasattr(layer.mlp, "experts") else dense_styles(residual)
-        styles |= norm_styles() if sequence_parallel else {}
+        styles = {**attention_styles(residual), **(norm_styles() if sequence_parallel else {})}
+        styles |= mixture_styles(residual) if has_experts(layer) else dense_styles(residual)
         parallelize_module(layer, mesh, styles, src_data_rank=None)
     if sequence_parallel:
-        parallelize_module(
-            layers[0],
-            mesh,
-            PrepareModuleInput(input_layouts=(WHOLE,), desired_input_layouts=(ALONG_SEQUENCE,), use_local_output=True),
-        )
-        parallelize_module(
-            layers[-1],
-            mesh,
-            PrepareModuleOutput(output_layouts=(ALONG_SEQUENCE,), desired_output_layouts=(WHOLE,)),
-        )
+        _cut_sequence_between(layers[0], layers[-1], mesh)
     _spread_vocabulary(model, mesh, loss_parallel=loss_parallel)
 
 
-def _spread_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+def has_experts(layer: nn.Module) -> bool:
+    """Whether a decoder layer has a mixture of experts for its feed-forward part."""
+    return hasattr(getattr(layer, "mlp", None), "experts")
+
+
+def _cut_sequence_between(first: nn.Module, last: nn.Module, mesh: DeviceMesh) -> None:
+    """Outside of these layers the sequence is whole: there positions are counted, and pipeline stages meet."""
+    cut = PrepareModuleInput(input_layouts=(WHOLE,), desired_input_layouts=(ALONG_SEQUENCE,), use_local_output=True)
+    join = PrepareModuleOutput(output_layouts=(ALONG_SEQUENCE,), desired_output_layouts=(WHOLE,))
+    parallelize_module(first, mesh, cut)
+    parallelize_module(last, mesh, join)
+
+
+def _spread_vocabulary(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool) -> None:
+    embedding, head = _last_named(model, "embed_tokens"), _last_named(model, "lm_head")
     tied = embedding is not None and head is not None and embedding.weight is head.weight
     if embedding is not None:
         parallelize_module(embedding, mesh, SpreadVocabulary())
@@ -126,15 +131,33 @@ def _spread_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, *, loss_paralle
         logits = ALONG_VOCABULARY if loss_parallel else WHOLE
         style = ColwiseParallel(output_layouts=logits, use_local_output=not loss_parallel)
         parallelize_module(head, mesh, style, src_data_rank=None)
-    if tied:
+    if tied and embedding is not None and head is not None:
         head.weight = embedding.weight
 
 
-def _check(model: PreTrainedModel, num_ranks: int) -> None:
-    config = model.config
-    sizes = {"num_attention_heads": config.num_attention_heads, "num_key_value_heads": config.num_key_value_heads}
-    if any(hasattr(layer.mlp, "gate_proj") for layer in find_regions(model).values()):
-        sizes["intermediate_size"] = config.intermediate_size
+def _last_named(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of this name; ``None`` where a pipeline stage has none."""
+    return next((module for path, module in model.named_modules() if path.split(".")[-1] == name), None)
+
+
+def _check(layers: list[nn.Module], num_ranks: int) -> None:
+    unknown = {
+        type(layer).__name__ for layer in layers if not isinstance(layer, (Qwen3DecoderLayer, Qwen3MoeDecoderLayer))
+    }
+    if unknown:
+        raise LayoutError(
+            f"tensor parallel does not know how to cut {', '.join(sorted(unknown))}; it knows the layers of Qwen3 and "
+            "Qwen3-MoE; set tp_size: 1"
+        )
+    sizes = dict[str, int]()
+    for layer in layers:
+        attention: Any = layer.self_attn
+        names = [
+            "num_attention_heads",
+            "num_key_value_heads",
+            "num_experts" if has_experts(layer) else "intermediate_size",
+        ]
+        sizes |= {name: getattr(attention.config, name) for name in names}
     uneven = [f"{name} {size}" for name, size in sizes.items() if size % num_ranks]
     if uneven:
         raise LayoutError(

@@ -203,6 +203,14 @@ class StreamingTape(Tape):
         self._packed.clear()
         super().close()
 
+    def keep_what_leaves_a_shard(self, output: Any) -> None:
+        """A module that FSDP2 shards by itself has given this: no replay outside of it can begin before it."""
+        for tensor in tensors_in((output,)):
+            value = self._value_of(tensor)
+            if value is not None and value.op is not None:
+                value.op, value.tensor = None, tensor
+                self._raw.append(value)
+
     def _reads_volatile(self, args: Any, kwargs: Any) -> bool:
         return bool(self._volatile) and any(
             storage_id(each) in self._volatile for each in tensors_in((*args, *kwargs.values()))

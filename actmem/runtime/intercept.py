@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ class Interception:
     def __init__(self, runners: dict[nn.Module, Runner]) -> None:
         self._modules = WeakKeyDictionary(dict.fromkeys(runners))
         classes = {type(module) for module in runners if "forward" not in vars(module)}
-        self._classes = classes.union(*map(_overriding_subclasses, classes))
+        self._classes = classes.union(*(_wrapping_subclasses(cls, inspect.unwrap(cls.forward)) for cls in classes))
         _runners.update(runners)
         for cls in self._classes:
             _wrap_class(cls)
@@ -64,11 +65,13 @@ class Interception:
 _INHERITED = object()
 
 
-def _overriding_subclasses(cls: type[nn.Module]) -> set[type[nn.Module]]:
-    """Subclasses with a `forward` of their own. FSDP2 turns a planned module into an instance of one, which it keeps for
-    all models of the process and to which Hugging Face gives the `forward` that the class had when it was first made."""
+def _wrapping_subclasses(cls: type[nn.Module], forward: Any) -> set[type[nn.Module]]:
+    """Subclasses of `cls` whose own `forward` is `forward` with a wrapper around it. FSDP2 may yet turn a planned
+    module into an instance of one: it makes one for the whole process, and Hugging Face wraps what that inherits then.
+    """
     below = cls.__subclasses__()
-    return {each for each in below if "forward" in vars(each)}.union(*map(_overriding_subclasses, below))
+    found = {each for each in below if inspect.unwrap(vars(each).get("forward", object)) is forward}
+    return found.union(*(_wrapping_subclasses(each, forward) for each in below))
 
 
 def _wrap_class(cls: type[nn.Module]) -> None:

@@ -24,6 +24,7 @@ SUBCLASS = "unregistered tensor subclass"
 SPARSE = "sparse layout"
 UNSEEN = "reached without an op"
 VOLATILE = "made from a buffer that the region edits"
+LEAVES_SHARD = "leaves a module that FSDP2 shards by itself"
 
 # Operands that kernels write although the schema says that they do not: all that a run over torch's operator database
 # found on the CPU, and their siblings on other devices (docs/decisions/0002-hidden-edits.md).

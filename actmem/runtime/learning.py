@@ -26,6 +26,7 @@ from actmem.runtime.functions import running_opaque
 from actmem.runtime.kinds import (
     EDITED,
     INTEGER,
+    LEAVES_SHARD,
     OPAQUE,
     RANDOM,
     SPARSE,
@@ -88,12 +89,9 @@ def between_faces(tensor: Tensor) -> Tensor:
 class LearningTape(Tape):
     """Records every op, holds every tensor, and settles fates when asked to."""
 
-    def __init__(
-        self, call: RegionCall, region: nn.Module, owned: frozenset[int], volatile: set[int], *, verify: bool
-    ) -> None:
+    def __init__(self, call: RegionCall, region: nn.Module, volatile: set[int], *, verify: bool) -> None:
         super().__init__(call, verify=verify)
         self.scope = Scope(region)
-        self._owned = owned
         self._volatile = volatile
         self._tensors: list[Tensor] = []
         self._made: dict[int, TapeValue] = {}
@@ -164,6 +162,19 @@ class LearningTape(Tape):
             for made in {self._values[index].storage for index in op.outputs} - volatile:
                 if self._storages[made].kept is None:
                     self._storages[made] = replace(self._storages[made], kept=VOLATILE)
+
+    def keep_what_leaves_a_shard(self, output: Any) -> None:
+        """A module that FSDP2 shards by itself has given this: no replay outside of it can begin before it."""
+        for tensor in tensors_in((output,)):
+            index = self._values[self._index_of(tensor)].storage
+            storage = self._storages[index]
+            if storage.kind == "op" and storage.kept is None:
+                self._storages[index] = replace(storage, kept=LEAVES_SHARD)
+        # What was gathered for the module is known to be its parameters only now, and not for long.
+        for value, tensor in zip(self._values, self._tensors, strict=True):
+            storage = self._storages[value.storage]
+            if storage.kind == "input" and self.call.owns(tensor):
+                self._storages[value.storage] = replace(storage, kind="parameter", constant=False)
 
     def settle(self, fates: Fates, rules: RuleSet) -> Script:
         """Let every tensor go that is to be recomputed, hold the others; returns the script for the calls to come."""
@@ -270,8 +281,7 @@ class LearningTape(Tape):
         if index is None and self._other_face(tensor) is not None:
             return self._indices[id(tensor)]
         if index is None:
-            owned = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
-            owned = owned or storage_id(tensor) in self._owned
+            owned = isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter) or self.call.owns(tensor)
             index = self._add_value(tensor, "parameter" if owned else "input", None, producer=None)
         return index
 
@@ -310,7 +320,7 @@ class LearningTape(Tape):
     def _mark_edited(self, tensor: Tensor) -> None:
         """The operand's contents before the edit can be recomputed but not held; its memory is a new storage now."""
         identity = storage_id(tensor)
-        if identity in self._owned:
+        if self.call.owns(tensor):
             self._volatile.add(identity)
         before = self._storage_indices.get(identity)
         if before is not None:

@@ -106,7 +106,7 @@ class PlannedRegion:
                 order = SwapOrder(INPUT_PATH, course.tier_of(INPUT_PATH))
                 streaming.order_outputs(self._gradient_inputs(args, kwargs), order)
             return self._run_streaming(streaming, forward, args, kwargs)
-        learning = LearningTape(call, module, self._engine.owned_storages(), volatile, verify=verify)
+        learning = LearningTape(call, module, volatile, verify=verify)
         return self._run_learning(learning, forward, args, kwargs, key)
 
     def _course(self, key: Hashable) -> Course:
@@ -133,13 +133,13 @@ class PlannedRegion:
 
     def _run_streaming(self, tape: StreamingTape, forward: Any, args: Any, kwargs: Any) -> Any:
         self._stats.num_streamed_calls += 1
-        with tape.scope.following():
+        with tape.scope.following(tape.keep_what_leaves_a_shard):
             return self._record(tape, forward, args, kwargs)
 
     def _run_learning(self, tape: LearningTape, forward: Any, args: Any, kwargs: Any, key: Hashable) -> Any:
         self._stats.num_learning_calls += 1
         try:
-            with tape.scope.following():
+            with tape.scope.following(tape.keep_what_leaves_a_shard):
                 out = self._record(tape, forward, args, kwargs)
             graph = tape.graph()
             rules = RuleSet(self._engine.source.rules(self._stats.layer, graph))

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmem._compat import asked_by_python_function, below_autograd
+from actmem._compat import asked_by_python_function, below_autograd, storage_bytes
 from actmem.errors import InPlaceEditError, ReplayMismatchError
 from actmem.runtime.digest import digest_of
 from actmem.runtime.values import Handle, Op, Value
+from actmem.runtime.witness import FREED
 
 
 def unpack(handle: Handle) -> Tensor:
@@ -122,12 +123,17 @@ def _current(arg: Any, op: Op) -> Any:
         if arg.swapped is not None:
             return _taken(arg, op)
         assert arg.tensor is not None
-        if arg.tensor._version != arg.version:
+        if arg.tensor._version != arg.version and not _is_back(arg):
             _refuse_edited_source(op, arg.tensor._version, arg.version, _describe(arg.tensor))
         return arg.tensor
     if isinstance(arg, (list, tuple)):
         return type(arg)([_current(each, op) for each in arg])
     return arg
+
+
+def _is_back(source: Value) -> bool:
+    """Whether a source is one that its owner had freed, and is there again."""
+    return source.version == FREED and source.tensor is not None and storage_bytes(source.tensor) > 0
 
 
 def _taken(source: Value, op: Op) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,14 +21,19 @@ class Scope:
 
     def __init__(self, region: nn.Module) -> None:
         self._names = {id(module): name for name, module in region.named_modules()}
+        self._shards = {id(module) for name, module in region.named_modules() if name and _is_sharded(module)}
         self._stack = [""]
         self._counts: Counter[str] = Counter()
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow the modules called within this context."""
+    def following(self, leave_shard: Callable[[Any], None]) -> Iterator[None]:
+        """Follow the modules called within this context.
+
+        `leave_shard` is told the output of each module inside the region that FSDP2 shards by itself. Its parameters
+        are there while the backward pass is inside it, so only then can values be made from them again.
+        """
         before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
+        after = register_module_forward_hook(partial(self._leave, leave_shard), always_call=True)
         try:
             yield
         finally:
@@ -43,6 +50,13 @@ class Scope:
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._stack.append(self._names.get(id(module), self._stack[-1]))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, leave_shard: Callable[[Any], None], module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) in self._shards:
+            leave_shard(output)
         if len(self._stack) > 1:
             self._stack.pop()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # while nobody has imported it, nothing is
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)

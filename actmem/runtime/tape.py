@@ -34,7 +34,7 @@ from actmem.runtime.faces import inner_of
 from actmem.runtime.kinds import Kind
 from actmem.runtime.swap.storage import SwapOrder
 from actmem.runtime.values import Handle, Op, RegionCall, Value
-from actmem.runtime.witness import address_of, version_of, witness_of
+from actmem.runtime.witness import FREED, LOST, address_of, version_of, witness_of
 
 
 class Tape(DispatchMode):
@@ -113,7 +113,7 @@ class Tape(DispatchMode):
             if isinstance(holder, Handle):
                 holder.is_source = id(tensor) in self._known
             elif holder.address != address_of(tensor):
-                holder.version = _LOST
+                holder.version = LOST if storage_bytes(tensor) else FREED
             if type(tensor) is not Parameter and not self._swap_held(holder, tensor):
                 holder.tensor = tensor.detach()
         for value in self._swapped:
@@ -276,8 +276,5 @@ class Tape(DispatchMode):
         self._raw.append(value)
         return value
 
-
-_LOST = -1
-"""The version of a source that no longer holds what was read from it: somebody put other memory behind the tensor."""
 
 _CONTAINERS = (list, tuple)

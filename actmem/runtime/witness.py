@@ -12,6 +12,13 @@ from actmem._compat import is_fake
 
 Witness = Tensor | weakref.ref[Tensor]
 
+LOST = -1
+"""The version of a source that no longer holds what was read from it: somebody put other memory behind the tensor."""
+
+FREED = -2
+"""The version of a source whose memory its owner has freed for now: FSDP2, that of a parameter of a module inside the
+region. It is back when the backward pass is in that module."""
+
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor has been edited; -1 for inference tensors, which do not count."""

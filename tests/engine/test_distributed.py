@@ -69,6 +69,16 @@ def sharded_and_kept(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+def sharded_by_parts(model: nn.Module) -> nn.Module:
+    """Parameters come and go inside a region too: with attention and feed-forward part, or stay with one projection."""
+    for layer in model.model.layers:
+        fully_shard(layer.self_attn)
+        fully_shard(layer.mlp.gate_proj, reshard_after_forward=False)
+        fully_shard(layer.mlp)
+        fully_shard(layer)
+    return fully_shard(model)
+
+
 def tensor_parallel(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     for layer in model.model.layers:
@@ -146,6 +156,7 @@ CASES: dict[Wrap, tuple[str, ...]] = {
     data_parallel_unused_parameters: FEW,
     sharded: POLICIES,
     sharded_and_kept: FEW,
+    sharded_by_parts: POLICIES,
     tensor_parallel: POLICIES,
     tensor_parallel_between_modules: FEW,
     sequence_parallel: FEW,
@@ -311,6 +322,16 @@ def test_invariant_08_unsharded_parameters_are_not_held(results: Callable[[str],
     _, _, facts = results("sharded-full-0")
     hidden_bytes, rotary_bytes = 2 * 16 * 32 * 4, 2 * 16 * 8 * 4
     assert facts["held"] == {"input": hidden_bytes + rotary_bytes}
+
+
+def test_invariant_08_parameters_gathered_inside_a_region_are_not_held(results: Callable[[str], Any]) -> None:
+    """Nor is anything made from them once their module is done: what leaves the module is held instead."""
+    _, _, facts = results("sharded_by_parts-full-0")
+    hidden_bytes, inner_bytes, rotary_bytes = 2 * 16 * 32 * 4, 2 * 16 * 48 * 4, 2 * 16 * 8 * 4
+    assert facts["held"] == {
+        "input": hidden_bytes + rotary_bytes,
+        "leaves a module that FSDP2 shards by itself": hidden_bytes + inner_bytes,
+    }
 
 
 def test_invariant_09_what_was_communicated_is_kept(results: Callable[[str], Any]) -> None:

@@ -433,6 +433,45 @@ def test_invariant_13_a_class_that_changes_after_apply_is_not_silently_unplanned
         assert applied.stats.num_replayed_ops > 0
 
 
+def test_invariant_13_a_class_made_before_the_plan_is_not_silently_unplanned(qwen3: nn.Module) -> None:
+    """FSDP2 makes one class for all models of a process, and Hugging Face gives it the `forward` of that time."""
+    sharded = type("Sharded", (Qwen3DecoderLayer,), {})
+    original = vars(sharded)["forward"]
+    with apply(qwen3, "full") as applied:
+        qwen3.model.layers[0].__class__ = sharded
+        model_step(qwen3)
+        assert all(region.num_replayed_ops > 0 for region in applied.stats.regions)
+    assert vars(sharded)["forward"] is original
+
+
+def test_invariant_13_a_plan_on_such_a_class_outlives_that_on_another_model(qwen3: nn.Module) -> None:
+    sharded = type("Sharded", (Qwen3DecoderLayer,), {})
+    with apply(qwen3, "full") as applied:
+        with apply(tiny_qwen3(), "full"):
+            qwen3.model.layers[0].__class__ = sharded
+        model_step(qwen3)
+        assert all(region.num_replayed_ops > 0 for region in applied.stats.regions)
+    other = tiny_qwen3()
+    first, second = apply(tiny_qwen3(), "full"), apply(other, "full")
+    first.remove()
+    other.model.layers[0].__class__ = sharded
+    model_step(other)
+    assert all(region.num_replayed_ops > 0 for region in second.stats.regions)
+    second.remove()
+
+
+def test_invariant_11_hugging_face_checkpointing_in_a_class_made_under_a_plan(qwen3: nn.Module) -> None:
+    with apply(qwen3, "full"):
+        sharded = type("Sharded", (Qwen3DecoderLayer,), {})
+    for layer in qwen3.model.layers:
+        layer.__class__ = sharded
+    switch_checkpointing(qwen3, True, use_reentrant=False)
+    calls: list[str] = []
+    qwen3.model.layers[1].mlp.register_forward_pre_hook(lambda *_: calls.append("mlp"))
+    model_step(qwen3)
+    assert calls == ["mlp", "mlp"]
+
+
 def test_invariant_11_a_wrapped_model_is_planned_through_the_wrapper() -> None:
     wrapped = nn.ModuleDict({"inner": tiny_qwen3()})
     with apply(wrapped, "full") as applied:
