@@ -93,28 +93,22 @@ class Checkpoints:
         Raises `CheckpointError` where it cannot be written; the older ones are then all still there.
         """
         target = self.root / f"step-{step:08d}"
-        fault = self._try_to_save(target, step, position)
-        if fault is not None:
-            raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written to {target}: {fault}; the earlier ones are intact; "
-                "free space or set another train.output_dir, and start the run again"
-            ) from (fault if isinstance(fault, Exception) else None)
-        return target
-
-    def _try_to_save(self, target: Path, step: int, position: Position) -> Exception | str | None:
-        """What went wrong, in any rank."""
+        fault: BaseException | None = None
         try:
             if self._world.size == 1:
                 self._save_alone(target, step, position)
             else:
                 self._save_together(target, step, position)
         except (OSError, SafetensorError, CheckpointException) as error:
-            if self._world.size == 1:
-                return error
-            fault: str | None = str(error)
-        else:
-            fault = None
-        return next((each for each in self._world.gather(fault) if each is not None), None)
+            fault = error
+        said = self._world.gather(None if fault is None else str(fault))
+        if any(each is not None for each in said):
+            told = next(each for each in said if each is not None)
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written to {target}: {told}; the earlier ones are intact; "
+                "free space or set another train.output_dir, and start the run again"
+            ) from fault
+        return target
 
     def _save_alone(self, target: Path, step: int, position: Position) -> None:
         with writing_directory(target) as directory:
