@@ -3,6 +3,7 @@
 import os
 import sys
 
+from actmem._compat import end_process
 from actmem.cli.main import run
 
 
@@ -11,7 +12,7 @@ def _end(code: object) -> None:
     they are said aborts the process."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    end_process(code if isinstance(code, int) else int(code is not None))
 
 
 try:

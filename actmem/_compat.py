@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ __all__ = [
     "count_versions_together",
     "dispatch_off",
     "dtensor_functions",
+    "end_process",
     "exchange",
     "flop_registry",
     "give_back_free_memory",
@@ -51,6 +53,9 @@ __all__ = [
     "storage_reference",
     "wrapping",
 ]
+
+end_process = os._exit
+"""End the process at once, without the interpreter's clearing up."""
 
 dispatch_off = torch._C._DisableTorchDispatch
 """Context in which no dispatch mode and no tensor subclass sees an op."""

@@ -27,6 +27,7 @@ LAYERS = (
     {"measuring"},
     {"reporting"},
     {"cli"},
+    {"__main__"},
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

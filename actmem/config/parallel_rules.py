@@ -60,12 +60,6 @@ def _tp_divides_sequence(config: RunConfig) -> Iterator[Complaint]:
         yield Complaint(SEQUENCE, problem, True, f"false, or a data.sequence_length that {TP} divides")
 
 
-def _sequence_parallel_is_dense(config: RunConfig) -> Iterator[Complaint]:
-    if config.parallel.sequence_parallel and is_moe(config.model):
-        problem = "true is not supported for a mixture of experts"
-        yield Complaint(SEQUENCE, problem, True, "false, or a dense model")
-
-
 def _ep_has_experts(config: RunConfig) -> Iterator[Complaint]:
     ep = config.parallel.ep_size
     if ep > 1 and is_dense(config.model):
@@ -196,7 +190,6 @@ PARALLEL_RULES = (
     Rule((TP, LOSS, "data.vocab_size", "data.tokenizer", *_MODEL), _tp_divides_vocabulary),
     Rule((LOSS, "model.loss"), _loss_parallel_or_chunked),
     Rule((TP, SEQUENCE, "data.sequence_length"), _tp_divides_sequence),
-    Rule((SEQUENCE, *_MODEL), _sequence_parallel_is_dense),
     Rule((EP, *_MODEL), _ep_has_experts),
     Rule((EP, *_MODEL), _ep_divides_experts),
     Rule((EP, "parallel.dp_shard_size"), _ep_divides_shards),

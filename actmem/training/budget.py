@@ -21,8 +21,8 @@ from actmem.units import format_bytes
 
 
 def plan_run(config: RunConfig, model: PreTrainedModel | None = None) -> Planned:
-    """The best plan for a run within its `memory_budget`, on the hardware that it names. Where several ranks have shards
-    of the model, the budget is that of each.
+    """The best plan for a run within its `memory_budget`, on the hardware that it names. Where ranks have shards of the
+    model, the budget is that of each.
 
     `model` is on the meta device; without one it is made. Raises `PlanError` for a budget that no plan can meet,
     `HardwareError` for hardware that is not known, `ConfigError` for a device that is not there, and what tracing

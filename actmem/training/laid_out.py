@@ -1,18 +1,20 @@
 """A model as a run has it: under its plan, and over as many ranks as the section `parallel` says.
 
-The order is that of `actmem.parallel`: tensors and experts are spread, the layers cut into stages, the plan applied,
-and last the parameters shared out among those that read data of their own.
+The layers are cut into stages; then, in the order of `actmem.parallel`, tensors and experts are spread, the plan is
+applied, and last the parameters are shared out among those that read data of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -56,15 +58,19 @@ def lay_out(model: PreTrainedModel, config: RunConfig, plan: Plan | None, world:
 
     Raises `LayoutError`, `ApplyError` and `PlanError`.
     """
-    parallel, mesh = config.parallel, world.mesh
     planned = config if plan is None else plan
-    shard_tensors(model, mesh, sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel)
-    if parallel.pp_size > 1:
+    if config.parallel.pp_size > 1:
         return _pipeline(model, config, planned, world)
+    _shard_tensors(model, config, world)
     model.to(world.device)  # type: ignore[arg-type]  # its annotations are lost in a wrapper
     applied = apply(model, planned, memory=config.memory)
-    module = shard_data(_LossModule(model, config), mesh)
+    module = shard_data(_LossModule(model, config), world.mesh)
     return LaidOut((model,), _WholeSteps(module, config), applied)
+
+
+def _shard_tensors(model: PreTrainedModel, config: RunConfig, world: World) -> None:
+    parallel = config.parallel
+    shard_tensors(model, world.mesh, sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel)
 
 
 class _LossModule(nn.Module):
@@ -80,7 +86,12 @@ class _LossModule(nn.Module):
         """The cross-entropy, and the router's loss where there is one."""
         with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=self._autocast):
             loss = next_token_loss(self.model, Batch(inputs, targets), num_targets=num_targets, kind=self._kind)
-        return loss.cross_entropy, loss.router
+        return _plain(loss.cross_entropy), loss.router
+
+
+def _plain(loss: Tensor) -> Tensor:
+    """A loss that was worked out on logits cut along the vocabulary is a distributed tensor, the same on all ranks."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 class _WholeSteps:
@@ -88,12 +99,12 @@ class _WholeSteps:
 
     def __init__(self, module: nn.Module, config: RunConfig) -> None:
         self._module = module
-        self._loss_parallel = config.parallel.loss_parallel and config.parallel.tp_size > 1
+        self._config = config
 
     def gradients(self, batches: Sequence[Batch], num_targets: int) -> Loss:
         losses = []
         for index, batch in enumerate(batches):
-            with self._told(is_last=index == len(batches) - 1):
+            with self._told(is_last=index == len(batches) - 1), _spread_logits(self._config):
                 loss = Loss(*self._module(batch.inputs, batch.targets, num_targets))
                 loss.total().backward()
             losses.append(loss.detached())
@@ -102,20 +113,21 @@ class _WholeSteps:
         return Loss(cross_entropy, torch.stack(router).sum() if router else None)
 
     def evaluate(self, batch: Batch, num_targets: int) -> Tensor:
-        with self._told(is_last=True):
+        with _spread_logits(self._config):
             cross_entropy: Tensor = self._module(batch.inputs, batch.targets, num_targets)[0]
         return cross_entropy
 
     def _told(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Copies of the model add their gradients up once, after the last of several batches."""
-        stack = ExitStack()
         if isinstance(self._module, DistributedDataParallel) and not is_last:
-            stack.enter_context(self._module.no_sync())
-        if self._loss_parallel:
-            from torch.distributed.tensor.parallel import loss_parallel
+            return self._module.no_sync()
+        return nullcontext()
 
-            stack.enter_context(loss_parallel())
-        return stack
+
+def _spread_logits(config: RunConfig) -> AbstractContextManager[Any]:
+    """The context in which logits may be cut along the vocabulary, for forward and backward passes alike."""
+    parallel = config.parallel
+    return loss_parallel() if parallel.loss_parallel and parallel.tp_size > 1 else nullcontext()
 
 
 def _pipeline(model: PreTrainedModel, config: RunConfig, plan: Plan | RunConfig, world: World) -> LaidOut:
@@ -124,6 +136,8 @@ def _pipeline(model: PreTrainedModel, config: RunConfig, plan: Plan | RunConfig,
     mine = {index: cuts[index] for index in stages_of_rank(parallel, mesh.rank_of("pp"))}
     autocast = torch.bfloat16 if config.train.autocast is not None else None
     modules = {index: cut(model, *ends, autocast=autocast) for index, ends in mine.items()}
+    for module in modules.values():
+        _shard_tensors(module.model, config, world)  # each stage by itself: what goes between them is whole
     stages = nn.ModuleList(modules.values()).to(world.device)
     applied = apply(stages, plan, memory=config.memory, layers=layers_here(list(mine.values())))
     steps = _PipelineSteps(
@@ -156,6 +170,7 @@ class _PipelineSteps:
     ) -> None:
         self._stages = stages
         self._num_targets = 1
+        self._config = config
         self._kind = config.model.loss
         self._device = world.device
         self._autocast = config.train.autocast is not None
@@ -177,11 +192,14 @@ class _PipelineSteps:
 
     def gradients(self, batches: Sequence[Batch], num_targets: int) -> Loss:
         self._num_targets = num_targets
-        return Loss(self._own([self._pipeline.step(batch.inputs, batch.targets) for batch in batches]), None)
+        with _spread_logits(self._config):
+            losses = [self._pipeline.step(batch.inputs, batch.targets) for batch in batches]
+        return Loss(self._own(losses), None)
 
     def evaluate(self, batch: Batch, num_targets: int) -> Tensor:
         self._num_targets = num_targets
-        return self._own([self._pipeline.evaluate(batch.inputs, batch.targets)])
+        with _spread_logits(self._config):
+            return self._own([self._pipeline.evaluate(batch.inputs, batch.targets)])
 
     def _own(self, losses: Sequence[Tensor | None]) -> Tensor:
         own = [each.detach() for each in losses if each is not None]
@@ -190,4 +208,4 @@ class _PipelineSteps:
     def _loss(self, states: Tensor, targets: Tensor) -> Tensor:
         assert self._model is not None, "only the last stage is asked"
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
-            return states_loss(self._model, states, targets, kind=self._kind) / self._num_targets
+            return _plain(states_loss(self._model, states, targets, kind=self._kind)) / self._num_targets

@@ -68,6 +68,7 @@ SOUND: list[str] = [
     run_text("tp_size: 2", with_fields(MOE, "num_local_experts: 6, num_experts: 6")),
     run_text("tp_size: 4", with_fields(MOE, "intermediate_size: 7")),
     run_text("tp_size: 4, sequence_parallel: true, loss_parallel: true"),
+    run_text("tp_size: 2, sequence_parallel: true", MOE),
     run_text("tp_size: 3", "{config: {num_hidden_layers: 4}}"),
     run_text("tp_size: 3", "{config: {model_type: other, hidden_size: 3, intermediate_size: 7}}"),
     run_text("loss_parallel: true, tp_size: 2", data="vocab_size: 1024"),
@@ -205,7 +206,6 @@ WRONG: list[tuple[str, str, str, str]] = [
         "data.sequence_length 1023 on 2 ranks",
         "false, or a data.sequence_length that parallel.tp_size divides",
     ),
-    (run_text("tp_size: 2, sequence_parallel: true", MOE), SEQUENCE, "is not supported", "false, or a dense model"),
     (
         run_text("tp_size: 2, loss_parallel: true", with_fields(DENSE, "vocab_size: 1023")),
         LOSS,
@@ -214,7 +214,7 @@ WRONG: list[tuple[str, str, str, str]] = [
     ),
     (run_text("tp_size: 2, loss_parallel: true", data="vocab_size: 1023"), LOSS, "the vocabulary of 1023", "false, or"),
     (
-        run_text("tp_size: 2, loss_parallel: true", DENSE.replace("name", "loss: chunked, name")),
+        run_text("loss_parallel: true", DENSE.replace("name", "loss: chunked, name")),
         LOSS,
         "is given beside model.loss: chunked",
         "false, or model.loss: standard",
@@ -378,7 +378,7 @@ def test_a_key_of_the_section_at_the_top_level_is_sent_there() -> None:
 def test_all_faults_come_at_once_with_their_lines() -> None:
     text = """\
 model: {name: qwen3-moe-tiny}
-data: {path: [a], sequence_length: 1023}
+data: {path: [a], sequence_length: 1024}
 train:
   micro_batch_size: 4
   grad_accumulation: 2

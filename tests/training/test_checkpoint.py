@@ -173,8 +173,8 @@ def test_a_checkpoint_of_another_model_names_the_differences(
 def test_a_checkpoint_of_another_format(tmp_path: Path) -> None:
     _, checkpoints = run_state(tmp_path)
     manifest = checkpoints.save(1, {}) / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
-    with pytest.raises(CheckpointError, match="has format 2; allowed: 1"):
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 3}))
+    with pytest.raises(CheckpointError, match="has format 3; allowed: 1, 2;"):
         checkpoints.resume()
 
 
