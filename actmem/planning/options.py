@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise, product
 
 from actmem.graph import COMMUNICATION, RegionGraph
-from actmem.planning.course import Course
+from actmem.planning.course import Course, own_held
 from actmem.planning.fates import Fates, fates_under, path_of_storage, resolve
 from actmem.planning.min_cut import cheapest
 from actmem.planning.plan import Action, RuleSet, Tier
@@ -40,18 +40,18 @@ _DEAR = 1000
 
 @dataclass(frozen=True)
 class Option:
-    """One plan for one layer: what is saved and what is swapped, by path; all else is made again."""
+    """One plan for one layer: what is saved and what is swapped, by path; all else is made again. `held_bytes` stand
+    until the backward pass, beside `shared` storages, which others may hold as well. `lean_peak_bytes` is the peak of
+    the backward pass where those of them that earlier layers may hold count there."""
 
     saved: frozenset[str]
     swapped: tuple[tuple[str, Tier], ...]
     plan: LayerPlan = field(compare=False)
     course: Course = field(compare=False)
     seconds: float = field(compare=False)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that stand until the backward pass."""
-        return self.course.held_bytes
+    held_bytes: int = field(compare=False)
+    shared: frozenset[int] = field(compare=False)
+    lean_peak_bytes: int = field(compare=False)
 
     @cached_property
     def swapped_bytes(self) -> dict[Tier, int]:
@@ -101,13 +101,14 @@ class Option:
     def beats(self, other: Option) -> bool:
         """Whether it is nowhere worse, for options that swap nothing."""
         mine, theirs = self.figures, other.figures
-        return all(a <= b for a, b in zip(mine, theirs, strict=True))
+        return self.shared <= other.shared and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
     @cached_property
     def figures(self) -> tuple[float, ...]:
         """What it costs, in each respect."""
         course = self.course
-        return self.seconds, course.held_bytes, course.backward_peak_bytes, course.forward_peak_bytes
+        peaks = course.backward_peak_bytes, self.lean_peak_bytes, course.forward_peak_bytes
+        return self.seconds, self.held_bytes, *peaks
 
 
 class OptionMaker:
@@ -120,6 +121,7 @@ class OptionMaker:
         self._tiers = tiers
         self._min_swap_bytes = min_swap_bytes
         self.graph: RegionGraph = simulator.layers[layer]
+        self._sharing = simulator.sharing(layer)
         self._paths = {
             storage: path_of_storage(self.graph, storage)
             for storage in self.graph.creators
@@ -169,17 +171,30 @@ class OptionMaker:
         gone = {path_of_storage(self.graph, storage) for storage in fates.swapped}
         tier_of = dict(swapped)
         tiers = {storage: tier_of[path_of_storage(self.graph, storage)] for storage in fates.swapped}
-        course = self._simulator.course_of(self._layer, fates)
+        own = frozenset(own_held(fates))
+        course = self._simulator.course_of(self._layer, fates, own & self._sharing.outside)
+        lean = self._simulator.course_of(self._layer, fates, own & (self._sharing.outside | self._sharing.earlier))
+        shared = own & self._sharing.own
         seconds = course.forward_seconds + course.backward_seconds
         seconds += sum(self._simulator.copy_seconds(tiers[swap.storage], swap.num_bytes) for swap in course.swaps)
         if not self._known:
             self._base_seconds = seconds
         seconds -= self._base_seconds
         option = Option(
-            saved & used, tuple(each for each in swapped if each[0] in gone), LayerPlan(fates, tiers), course, seconds
+            saved=saved & used,
+            swapped=tuple(each for each in swapped if each[0] in gone),
+            plan=LayerPlan(fates, tiers),
+            course=course,
+            seconds=seconds,
+            held_bytes=course.held_bytes - sum(map(self._bytes_of, shared)),
+            shared=shared,
+            lean_peak_bytes=lean.backward_peak_bytes,
         )
         self._known[key] = option
         return option
+
+    def _bytes_of(self, storage: int) -> int:
+        return self._simulator.conditions.costs.rounded(self.graph.storages[storage].num_bytes)
 
     def _corners(self) -> list[Option]:
         """The corners of the trade-off of seconds for bytes, from nothing made again to all of it."""
@@ -189,9 +204,10 @@ class OptionMaker:
         pending = [(first, last)]
         while pending:
             more, less = pending.pop()
-            if more.held_bytes <= less.held_bytes:
+            saved_bytes = more.course.held_bytes - less.course.held_bytes
+            if saved_bytes <= 0:
                 continue
-            between = self._cut((less.seconds - more.seconds) / (more.held_bytes - less.held_bytes))
+            between = self._cut((less.seconds - more.seconds) / saved_bytes)
             if between.fates.key not in found:
                 found[between.fates.key] = between
                 pending += [(more, between), (between, less)]
@@ -203,7 +219,9 @@ class OptionMaker:
         scale = _SCALE / most
         held = cheapest(
             self.graph,
-            hold_price=lambda storage: round(scale * price * self.graph.storages[storage].num_bytes),
+            hold_price=lambda storage: round(
+                scale * price * (storage not in self._sharing.outside) * self.graph.storages[storage].num_bytes
+            ),
             run_price=lambda op: round(scale * self._op_seconds[op]),
             is_free=lambda storage: _is_free(self.graph, storage),
         )

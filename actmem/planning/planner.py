@@ -213,7 +213,7 @@ class Planner:
         made: dict[object, list[Option]] = {}
         options = []
         for layer, graph in enumerate(self.simulator.layers):
-            key = (id(graph), self.simulator.leaving(layer))
+            key = (id(graph), self.simulator.leaving(layer), self.simulator.sharing(layer))
             if key not in made:
                 maker = OptionMaker(self.simulator, layer, tiers=self._tiers, min_swap_bytes=self._min_swap_bytes)
                 made[key] = maker.options()
@@ -292,7 +292,7 @@ class Planner:
 
     def _planned(self, found: _Found, name: str, budget_bytes: int, bound: float | None) -> Planned:
         plan = Plan(name, found.rules, self.graph.made_for, prefetch=self.simulator.conditions.prefetch)
-        bound_seconds = self.unplanned.seconds + (bound or 0.0)
+        bound_seconds = min(self.unplanned.seconds + (bound or 0.0), found.simulation.seconds)
         is_optimal = found.simulation.seconds <= bound_seconds + self._solver.gap_seconds
         return Planned(plan, budget_bytes, found.simulation, self.unplanned, bound_seconds, is_optimal, found.layers)
 

@@ -12,12 +12,14 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from actmem.graph import Constant, Escape, Graph, Step
 from actmem.planning.course import Costs, Course, Swap, follow, own_held
 from actmem.planning.fates import Fates
 from actmem.planning.plan import Tier
+from actmem.planning.sharing import Sharing, commons_of, sharing_of
 from actmem.planning.surroundings import GapCourse, Outlasting, Surroundings, stands_longer, survey
 
 HELD = "held by other layers"
@@ -113,6 +115,7 @@ class Simulator:
         self.conditions = conditions.for_step(graph)
         self.surroundings: Surroundings = self._survey({})
         self._surroundings: dict[Hashable, Surroundings] = {}
+        self.commons = commons_of(graph)
         self._calls = graph.step.calls
         self._outlasting = _outlasting(graph.step)
         self._kinds = list(graph.layers.values())
@@ -137,6 +140,15 @@ class Simulator:
                 gradients_stand=self.conditions.gradients_stand,
             )
         return self._courses[key]
+
+    def sharing(self, layer: int) -> Sharing:
+        """What a layer may hold together with others."""
+        return sharing_of(self.commons, layer)
+
+    @cached_property
+    def bare_surroundings(self) -> Surroundings:
+        """The surroundings where each layer holds what others may hold of that which escapes from it."""
+        return self._survey({each.name: each.maker for each in self.commons if each.escape is not None})
 
     def op_seconds(self, layer: int, op: int) -> float:
         """Seconds to run one op of a layer's forward pass again; views take only what the engine does."""

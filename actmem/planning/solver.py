@@ -22,6 +22,7 @@ from typing import Literal
 from actmem.planning.options import Option
 from actmem.planning.plan import Tier
 from actmem.planning.program import Program, Solution
+from actmem.planning.sharing import Common
 from actmem.planning.simulator import Simulator
 
 _MIB = 2**20
@@ -133,6 +134,7 @@ class _Layout:
         self._solver = solver
         self._careful = mood == "careful"
         self._around = solver.simulator.surroundings
+        self._commons = solver.simulator.commons
         self._conditions = solver.simulator.conditions
         self._options = solver.options
         self._num_layers = len(solver.options)
@@ -218,6 +220,7 @@ class _Layout:
         for chosen in self._chosen:
             self.program.row(dict.fromkeys(chosen.values(), 1.0), low=1.0, high=1.0)
         held = self._hold()
+        self._shared = [self._hold_together(common) for common in self._commons]
         named = (self._options[layer][index] for layer, each in enumerate(self._chosen) for index in each)
         used = {tier for option in named for tier in option.swapped_bytes}
         self._away = {tier: self._totals(partial(_mib_to, tier)) for tier in self._conditions.links if tier in used}
@@ -248,6 +251,28 @@ class _Layout:
             row = self._sum(layer, lambda option: option.held_bytes / _MIB)
             self.program.row({**row, held[layer]: 1.0, held[layer + 1]: -1.0}, low=0.0, high=0.0)
         return held
+
+    def _hold_together(self, common: Common) -> dict[int, int]:
+        """For each layer with which a common storage may count, a variable that is 1 if it or an earlier one does."""
+        variables: dict[int, int] = {}
+        for layer in common.counting:
+            storage, before = dict(common.holders)[layer], list(variables.values())[-1:]
+            variables[layer] = self.program.variable(high=1.0)
+            holds = self._sum(layer, partial(_holds, storage))
+            self.program.row({**holds, variables[layer]: -1.0}, high=0.0)
+            for each in before:
+                self.program.row({each: 1.0, variables[layer]: -1.0}, high=0.0)
+        return variables
+
+    def _held_before(self, layer: int, counts: Callable[[Common], bool], *, backward: bool = False) -> dict[int, float]:
+        """What layers before one hold of the common storages that are to be counted, as a row."""
+        row = {}
+        for common, variables in zip(self._commons, self._shared, strict=True):
+            until = layer + 1 if backward and common.constant else layer
+            earlier = [variable for each, variable in variables.items() if each < until]
+            if earlier and counts(common):
+                row[earlier[-1]] = self._conditions.costs.rounded(common.num_bytes) / _MIB
+        return row
 
     def _leave(self, tier: Tier, takes: Sequence[int]) -> list[int]:
         """Variables for what is on its way out when each layer's forward begins, and at the end, where a copy that is
@@ -310,18 +335,59 @@ class _Layout:
                 row |= {each[layer]: 1.0 for each in leaving}
             else:
                 row |= {away[layer]: -1.0 for away in self._away.values()}
-            self._limit({**row, held[layer]: 1.0}, self._around.forward_bytes[layer])
+            row |= self._held_before(layer, _inside(layer, backward=False))
+            self._limit({**row, held[layer]: 1.0}, self._around.forward_bytes[layer] - self._taken_over(layer))
+        last = self._num_layers
         ends = {held[-1]: 1.0, **{each[-1]: 1.0 for each in leaving}}
-        for gap in (self._around.forward_gaps[-1], self._around.backward_gaps[-1]):
-            self._limit(ends, gap.peak_bytes)
+        self._limit_gap(last, ends, "forward_gaps", _inside(last - 1, backward=False))
+        self._limit_gap(last, ends, "backward_gaps", _inside(last, backward=True))
 
     def _limit_backward(self, held: list[int]) -> None:
         for layer in range(self._num_layers):
-            row = self._sum(layer, lambda option: option.course.backward_peak_bytes / _MIB)
-            for away in self._away.values():
-                row |= dict.fromkeys(away[max(layer - self._conditions.prefetch, 0) : layer], 1.0)
-            self._limit({**row, held[layer]: 1.0}, self._around.backward_bytes[layer])
-            self._limit({held[layer]: 1.0}, self._around.backward_gaps[layer].peak_bytes)
+            inside = _inside(layer, backward=True)
+            away: dict[int, float] = {held[layer]: 1.0}
+            for each in self._away.values():
+                away |= dict.fromkeys(each[max(layer - self._conditions.prefetch, 0) : layer], 1.0)
+            row = away | self._sum(layer, lambda option: option.lean_peak_bytes / _MIB)
+            row |= self._held_before(layer, inside, backward=True)
+            self._limit(row, self._around.backward_bytes[layer])
+            if self._solver.simulator.sharing(layer).earlier:
+                self._limit_as_first(layer, away)
+            self._limit_gap(layer, {held[layer]: 1.0}, "backward_gaps", inside)
+
+    def _limit_as_first(self, layer: int, row: Mapping[int, float]) -> None:
+        """Limit a backward pass in which what the layer holds counts with the layer alone."""
+
+        def elsewhere(common: Common) -> bool:
+            return _inside(layer, backward=True)(common) and (common.constant or layer not in common.counting)
+
+        own = self._sum(layer, lambda option: option.course.backward_peak_bytes / _MIB)
+        others = self._held_before(layer, elsewhere, backward=True)
+        self._limit({**row, **own, **others}, self._around.backward_bytes[layer])
+
+    def _taken_over(self, layer: int) -> int:
+        """Bytes that count outside no more when the layer's forward pass begins, if it is the first to hold them."""
+        rounded = self._conditions.costs.rounded
+        return sum(
+            rounded(common.num_bytes)
+            for common in self._commons
+            if layer in common.counting and not common.constant and common.is_outside(layer, backward=False)
+        )
+
+    def _limit_gap(
+        self,
+        gap: int,
+        row: Mapping[int, float],
+        direction: Literal["forward_gaps", "backward_gaps"],
+        counts: Callable[[Common], bool],
+    ) -> None:
+        """Limit what stands in a gap: with common storages that are let go in its course counted outside the layers,
+        and with all that are held counted with the layers."""
+        around = getattr(self._around, direction)[gap]
+        self._limit({**row, **self._held_before(gap, counts)}, around.peak_bytes)
+        bare = getattr(self._solver.simulator.bare_surroundings, direction)[gap]
+        if bare != around:
+            self._limit({**row, **self._held_before(gap, lambda _: True)}, bare.peak_bytes)
 
     def _limit(self, row: Mapping[int, float], around_bytes: int) -> None:
         """What stands is within the budget."""
@@ -337,5 +403,14 @@ class _Layout:
         return row
 
 
+def _inside(layer: int, *, backward: bool) -> Callable[[Common], bool]:
+    """Whether nobody outside the layers refers to a common storage when a layer's pass begins."""
+    return lambda common: not common.is_outside(layer, backward=backward)
+
+
 def _mib_to(tier: Tier, option: Option) -> float:
     return option.swapped_bytes.get(tier, 0) / _MIB
+
+
+def _holds(storage: int, option: Option) -> float:
+    return float(storage in option.fates.held)

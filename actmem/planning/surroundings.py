@@ -108,12 +108,14 @@ class _Survey:
     def _note_escapes(self, layer: int) -> int:
         total, numbers = 0, dict(self._step.calls[layer].shared)
         for escape in self._step.calls[layer].escapes:
-            holder = self._holders.get(numbers.get(escape.storage, (layer, escape.storage)))
+            name = numbers.get(escape.storage, (layer, escape.storage))
+            holder = self._holders.get(name)
             end = (escape.gap, escape.backward, escape.op)
             if holder is not None and not stands_longer(escape, holder):
                 if holder == layer:
                     continue
-                end = (holder, False, _LAST)  # from there on it counts as that layer's input
+                is_constant = name in dict(self._step.calls[holder].constants).values()
+                end = (holder, True, 0) if is_constant else (holder, False, _LAST)  # the layer counts its input itself
             size = self._costs.rounded(self._layers[layer].storages[escape.storage].num_bytes)
             self._ends[end] += size
             total += size

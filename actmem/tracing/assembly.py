@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from actmem.graph import Call, Constant, Escape, Gap, Graph, RegionGraph, Standing, Step, StepOp
 from actmem.tracing.recorder import OWNED, Place, Seen, StepRecorder
+from actmem.tracing.structure import class_of, numbered
 
 _Moment = tuple[Place, int]
 
@@ -36,40 +38,66 @@ class _Assembly:
         self._follow_memories()
 
     def graph(self, standing: Standing, num_tokens: int) -> Graph:
-        kinds = self._kinds_with_backward()
+        layers, kinds = self._with_backward()
+        planned = [kinds[kind] for kind in layers.values()]
         step = Step(
             calls=tuple(
                 Call(self._shared(layer), tuple(self._escapes[layer]), tuple(sorted(self._constants[layer].items())))
                 for layer in range(len(self._layers))
             ),
             gaps=tuple(
-                Gap(self._step_ops(layer, False, False), self._backward_gap(layer, kinds))
+                Gap(self._step_ops(layer, False, False), self._backward_gap(layer, planned))
                 for layer in range(len(self._layers) + 1)
             ),
             standing=standing,
             num_tokens=num_tokens,
             constants=tuple(self._outside),
         )
-        return replace(self._graph, kinds=kinds, step=step)
+        return replace(self._graph, layers=layers, kinds=kinds, step=step)
 
-    def _kinds_with_backward(self) -> dict[str, RegionGraph]:
-        """The backward pass of most layers of a kind. The first or last may differ in what the gap beside it hands
-        over."""
-        kinds = list(self._graph.layers.values())
-        found: dict[str, Counter[tuple[StepOp, ...]]] = defaultdict(Counter)
-        for layer, kind in enumerate(kinds):
-            found[kind][self._step_ops(layer, True, True)] += 1
-        return {
-            kind: replace(graph, backward=found[kind].most_common(1)[0][0]) for kind, graph in self._graph.kinds.items()
-        }
+    def _with_backward(self) -> tuple[dict[str, str], dict[str, RegionGraph]]:
+        """Layers and kinds as in `Graph`, with backward passes. A kind has that of most of its layers; those whose pass
+        does the same for longer, or needs memory at other moments, become kinds of their own."""
+        layers, kinds = dict(self._graph.layers), dict(self._graph.kinds)
+        members: dict[str, list[int]] = defaultdict(list)
+        for index, kind in enumerate(layers.values()):
+            members[kind].append(index)
+        names = list(layers)
+        for kind, indices in members.items():
+            for number, (backward, alike) in enumerate(self._split(indices)):
+                name = numbered(class_of(kind), map(class_of, kinds)) if number else kind
+                kinds[name] = replace(self._graph.kinds[kind], backward=backward)
+                layers.update((names[index], name) for index in alike)
+        return layers, kinds
 
-    def _backward_gap(self, layer: int, kinds: dict[str, RegionGraph]) -> tuple[StepOp, ...]:
-        """What runs after a layer's backward pass; its first moment takes up in what the pass differed from its kind's,
-        such as a gradient that later layers only add to."""
+    def _split(self, indices: Sequence[int]) -> list[tuple[tuple[StepOp, ...], list[int]]]:
+        """Backward passes of layers of one kind, that of most first, and the layers that each stands for."""
+        passes = {index: self._step_ops(index, True, True) for index in indices}
+        found: list[tuple[tuple[StepOp, ...], list[int]]] = []
+        for backward, _ in Counter(passes.values()).most_common():
+            mine = [index for index in indices if passes[index] == backward]
+            same = (each for each in found if self._is_interchangeable(mine[0], backward, *each))
+            known = next(same, None)
+            if known is None:
+                found.append((backward, mine))
+            else:
+                known[1].extend(mine)
+        return found
+
+    def _is_interchangeable(
+        self, layer: int, mine: tuple[StepOp, ...], theirs: tuple[StepOp, ...], others: Sequence[int]
+    ) -> bool:
+        """Whether a layer's backward pass can be planned as that of others. Where their forward passes ran on other
+        shapes, as those of experts do, the numbers of this batch alone tell them apart."""
+        runs = [[op.signature for op in self._ops(index, True, False)] for index in (layer, others[0])]
+        return runs[0] != runs[1] or _is_alike(mine, theirs)
+
+    def _backward_gap(self, layer: int, kinds: Sequence[RegionGraph]) -> tuple[StepOp, ...]:
+        """What runs after a layer's backward pass; its first moment takes up in what the pass differed from its kind's:
+        what it hands over, such as a gradient that later layers only add to."""
         first, *others = self._step_ops(layer, False, True)
         if layer < len(self._layers):
-            kind = list(self._graph.layers.values())[layer]
-            more = _left_by(self._step_ops(layer, True, True)) - _left_by(kinds[kind].backward)
+            more = _left_by(self._step_ops(layer, True, True)) - _left_by(kinds[layer].backward)
             first = replace(first, allocated_bytes=max(more, 0), freed_bytes=first.freed_bytes + max(-more, 0))
         return first, *others
 
@@ -157,18 +185,17 @@ class _Assembly:
                 self._freed[self._end_outside(number)] += memory.num_bytes
 
     def _sums_of_gradients(self) -> Iterator[tuple[int, int]]:
-        """Pairs of a sum of two gradients, and the one of them that autograd adds the other to where nobody else refers
-        to it. Under a dispatch mode, as here, it makes a new tensor instead."""
+        """Pairs of a sum of two gradients, and the one that came first where autograd adds the other to it, as it does
+        where nobody else refers to it. Under a dispatch mode, as here, it makes a new tensor instead."""
         memories = self._recorder.memories
         for number, memory in enumerate(memories):
             place, index = memory.made
             if not place.backward or place.ops[index].name != "add":
                 continue
-            for operand in place.ops[index].inputs:
-                goes = operand != OWNED and memories[operand].gone == (place, index + 1)
-                if goes and memories[operand].num_bytes == memory.num_bytes:
-                    yield number, operand
-                    break
+            first = place.ops[index].inputs[0]
+            goes = first != OWNED and memories[first].gone == (place, index + 1)
+            if goes and memories[first].num_bytes == memory.num_bytes:
+                yield number, first
 
     def _end_outside(self, number: int) -> tuple[tuple[int, bool, bool], int]:
         """After which op what a layer's forward did not make is to be counted as gone. An input that a layer saves is
@@ -216,6 +243,23 @@ class _Assembly:
 
 def _left_by(ops: Sequence[StepOp]) -> int:
     return sum(op.allocated_bytes - op.freed_bytes for op in ops)
+
+
+def _is_alike(one: tuple[StepOp, ...], other: tuple[StepOp, ...]) -> bool:
+    """Whether two backward passes do the same and need the same memory all along, until they hand over what they leave:
+    the last op of one may free more than the other's, and be followed by others, if those are no peak."""
+    shorter, longer = sorted((one, other), key=len)
+    if not shorter:
+        return not longer
+    last, common = len(shorter) - 1, longer[: len(shorter)]
+    if shorter[:last] != common[:last] or replace(shorter[last], freed_bytes=0) != replace(common[last], freed_bytes=0):
+        return False
+    return _peak_of(common) == _peak_of(longer)
+
+
+def _peak_of(ops: Sequence[StepOp]) -> int:
+    changes = (change for op in ops for change in (op.allocated_bytes, -op.freed_bytes))
+    return max(accumulate(changes))
 
 
 def _does_something(op: StepOp) -> bool:

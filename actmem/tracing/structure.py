@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -34,6 +34,17 @@ def first_of_each(layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """For each layer the first one that is built like it, by name."""
     firsts: dict[Hashable, str] = {}
     return {name: firsts.setdefault(structure_of(layer), name) for name, layer in layers.items()}
+
+
+def numbered(class_name: str, taken: Iterable[str]) -> str:
+    """The name of another kind of layers of a class, where those that are `taken` are the classes of all kinds."""
+    count = sum(each == class_name for each in taken)
+    return f"{class_name}#{count}" if count else class_name
+
+
+def class_of(kind: str) -> str:
+    """The class of the layers of a kind."""
+    return kind.partition("#")[0]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ is also the way for one whose ops depend on its data, such as experts run one by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from actmem.runtime import apply
 from actmem.runtime.kinds import num_bytes
 from actmem.tracing.assembly import assemble
 from actmem.tracing.recorder import StepRecorder
-from actmem.tracing.structure import first_of_each, until_all_ran
+from actmem.tracing.structure import class_of, first_of_each, numbered, until_all_ran
 
 Loss = Callable[[nn.Module, Mapping[str, object]], Tensor]
 """How a training step gets its loss from a model and a batch."""
@@ -253,18 +253,9 @@ def _sort_by_kind(model: nn.Module, graphs: Mapping[str, RegionGraph]) -> Graph:
     layers: dict[str, str] = {}
     for name, graph in graphs.items():
         class_name = type(model.get_submodule(name)).__name__
-        kind = next((kind for kind, other in kinds.items() if other == graph and _class_of(kind) == class_name), None)
+        kind = next((kind for kind, other in kinds.items() if other == graph and class_of(kind) == class_name), None)
         if kind is None:
-            kind = _numbered(class_name, map(_class_of, kinds))
+            kind = numbered(class_name, map(class_of, kinds))
             kinds[kind] = graph
         layers[name] = kind
     return Graph(layers, kinds)
-
-
-def _numbered(class_name: str, taken: Iterable[str]) -> str:
-    count = sum(each == class_name for each in taken)
-    return f"{class_name}#{count}" if count else class_name
-
-
-def _class_of(kind: str) -> str:
-    return kind.partition("#")[0]

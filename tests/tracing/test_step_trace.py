@@ -184,3 +184,25 @@ def test_a_model_that_gives_no_tensor_has_to_say_its_loss() -> None:
 
     with pytest.raises(ApplyError, match="loss="):
         trace(Naming(), {"features": torch.ones(1, 2)}, regions=["layers.0"])
+
+
+class Skipping(nn.Module):
+    """The output of the first layer is added to that of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        outputs = [features := torch.tanh(layer(features)) for layer in self.layers]
+        return outputs[0] + outputs[-1]
+
+
+def test_layers_whose_backward_pass_needs_memory_at_other_moments_are_of_another_kind() -> None:
+    graph = trace(Skipping(), {"features": torch.randn(8, 4)}, regions=[f"layers.{index}" for index in range(4)])
+    kinds = list(graph.layers.values())
+    assert kinds[3] == kinds[2] != kinds[1], (
+        "the gradient of the first layer's output comes to be while the second runs"
+    )
+    plain, adding = (graph.kinds[kinds[layer]] for layer in (2, 1))
+    assert plain.ops == adding.ops and plain.backward != adding.backward
