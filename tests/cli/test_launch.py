@@ -15,7 +15,7 @@ import yaml
 
 from actmem.training.metrics import StepRecord, read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
 
 TEXT = Path(__file__).parents[2] / "actmem" / "runtime"
 STEPS = 8

@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actmem import Action, Plan, Rule
+from actmem._compat import end_process
 from actmem.runtime import apply
 
 WORLD_SIZE = 2
@@ -241,6 +242,7 @@ def work(rank: int, port: int, directory: str) -> None:
     for policy in (None, *FEW):
         save(accumulate_without_sync, directory, f"accumulation-{policy}-{rank}", policy, rank)
     distributed.destroy_process_group()
+    end_process(0)
 
 
 def save(run: Callable[..., Any], directory: str, name: str, *args: Any) -> None:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from actmem import Action, Plan, Rule
+from actmem._compat import end_process
 from actmem.parallel import Mesh, MeshSizes, build_mesh, clip_gradients, lay_out_model, shard_data, shard_tensors
 from actmem.parallel.pipeline import cut
 from actmem.runtime import Applied, apply
@@ -319,6 +320,7 @@ def work(rank: int, num_ranks: int, port: int, directory: str) -> None:
             results[name, LATE] = _caught(functools.partial(run_on_rank, late=True), case, "full")
     torch.save(results, Path(directory, f"{num_ranks}-{rank}"))
     distributed.destroy_process_group()
+    end_process(0)
 
 
 def _caught(function: Any, *args: Any) -> Any:

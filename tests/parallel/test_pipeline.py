@@ -15,6 +15,7 @@ from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn import functional
 
 from actmem import Action, Plan, Rule
+from actmem._compat import end_process
 from actmem.config.schema import ModelConfig, ParallelConfig, ScheduleName
 from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
 from actmem.models.building import build_model
@@ -23,7 +24,7 @@ from actmem.runtime import apply
 from actmem.runtime.pipeline import Group, PipelineAction, PipelineSwaps, gaps_of
 from actmem.runtime.swap.counters import SwapCounters
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
 
 SCHEDULES: tuple[ScheduleName, ...] = (
     "GPipe",
@@ -156,6 +157,7 @@ def work(rank: int, port: int, directory: str) -> None:
         outcomes[schedule, family, plan] = run(rank, schedule, family, None if plan is None else PLANS[plan])
     torch.save(outcomes, Path(directory, str(rank)))
     distributed.destroy_process_group()
+    end_process(0)
 
 
 Outcomes = list[dict[tuple[str, str, str | None], Outcome]]
