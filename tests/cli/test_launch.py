@@ -17,7 +17,8 @@ from actmem.training.metrics import StepRecord, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
 
-TEXT = Path(__file__).parents[2] / "actmem" / "runtime"
+REPOSITORY = Path(__file__).parents[2]
+TEXT = REPOSITORY / "actmem" / "runtime"
 STEPS = 8
 SETTINGS = {
     "model": {
@@ -49,12 +50,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(config: Path, output: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "actmem", "train", str(config), "--nproc", "2", "--no-progress"]
+def start(config: Path, output: Path, *overrides: str, num_processes: int = 2) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "actmem", "train", str(config), "--nproc", str(num_processes), "--no-progress"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, f"train.output_dir={output}", *overrides],
         env=environment,
+        cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -122,6 +124,20 @@ def test_a_signal_to_all_saves_and_stops(config: Path, undisturbed: dict[int, fl
     said, _ = again.communicate(timeout=120)
     assert again.returncode == 0, said
     assert losses(output) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("name", "num_processes"), [("fsdp2_tp2", 4), ("moe_ep2", 2), ("pp2_1f1b_swap", 2), ("pp2_interleaved", 2)]
+)
+def test_the_layouts_that_come_with_it_run(config: Path, name: str, num_processes: int, tmp_path: Path) -> None:
+    file = REPOSITORY / "configs" / f"{name}.yaml"
+    few = ("train.steps=2", "train.checkpoint_every=0", "data.sequence_length=64", "train.warmup_steps=1")
+    cache = f"data.cache_dir={config.parent / 'cache'}"
+    run = start(file, tmp_path / "out", *few, cache, "data.vocab_size=512", num_processes=num_processes)
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, said
+    assert set(losses(tmp_path / "out")) == {1, 2}
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 
 
 def test_another_number_of_processes_is_told_before_any_is_started(config: Path, tmp_path: Path) -> None:
