@@ -15,6 +15,13 @@ from actmem._compat import inside
 from actmem.runtime.kinds import distributed_types
 
 
+def without_face(tensor: Tensor) -> Tensor:
+    """The tensor inside, or the tensor itself: what was one of those subclasses when it was recorded may be plain when
+    it is made again, since a replayed op is called below them."""
+    inner = inner_of(tensor)
+    return tensor if inner is None else inner
+
+
 def inner_of(tensor: Any) -> Tensor | None:
     """The tensor inside a subclass of `torch.distributed`; ``None`` for all others."""
     return inside(tensor) if type(tensor) in distributed_types() else None

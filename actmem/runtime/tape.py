@@ -30,7 +30,7 @@ from actmem._compat import (
     wrapping,
 )
 from actmem.runtime.digest import digest_of
-from actmem.runtime.faces import inner_of
+from actmem.runtime.faces import inner_of, without_face
 from actmem.runtime.kinds import Kind
 from actmem.runtime.swap.storage import SwapOrder
 from actmem.runtime.values import Handle, Op, RegionCall, Value
@@ -239,7 +239,7 @@ class Tape(DispatchMode):
             wrapper = None if around is None else around.origin()
             if around is None or wrapper is None or inner_of(wrapper) is not tensor:
                 return None
-            return self._record_face(inner_of, around, tensor)
+            return self._record_face(without_face, around, tensor)
         inner = inner_of(tensor)
         inside = None if inner is None else self._value_of(inner) or self._other_face(inner)
         return None if inside is None else self._record_face(wrapping(tensor), inside, tensor)
