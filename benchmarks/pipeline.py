@@ -49,7 +49,9 @@ def _step(rank: int, policy: str, stack: ExitStack) -> Callable[[], object]:
     stage = cut(model, first, end)
     layers = layers_here([(first, end)])
     memory = {"tier": "disk", "verify": "off", "min_swap_bytes": 2**18}
-    applied = stack.enter_context(apply(nn.ModuleList([stage]), policy, memory=memory, layers=layers))
+    stages = nn.ModuleList([stage])
+    applied = stack.enter_context(apply(stages, policy, memory=memory, layers=layers))
+    stack.callback(lambda: stages)  # a plan goes when what it was applied to does
     tokens = torch.randint(model.config.vocab_size, (MICROBATCHES, LENGTH + 1))
 
     def loss(states: Tensor, targets: Tensor) -> Tensor:

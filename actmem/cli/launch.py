@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import get_args_parser, run
 
@@ -14,11 +16,15 @@ from actmem.cli.screen import Screen
 def launch(num_processes: int, arguments: Sequence[str]) -> int:
     """Run ``actmem`` with `arguments`, but for ``--nproc``, in that many processes; returns the exit code for all.
 
-    One that fails ends the others. The first to fail is named, with how it ended.
+    One that fails ends the others. The first to fail is named, with how it ended. A signal is passed on to all of them.
+    The cores are shared out among them, unless ``OMP_NUM_THREADS`` says otherwise.
     """
     given = ["--standalone", f"--nproc-per-node={num_processes}", "-m", "actmem", *_without_nproc(arguments)]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     try:
         run(get_args_parser().parse_args(given))
+    except SignalException as error:
+        return 128 + error.sigval
     except ChildFailedError as error:
         rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
         if failure.exitcode not in (2, 130, 143):

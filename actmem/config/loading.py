@@ -58,9 +58,10 @@ def parse_config(
     return config
 
 
-def parse_sections(sections: Mapping[str, object], num_layers: int) -> RunConfig:
+def parse_sections(sections: Mapping[str, object], num_layers: int | None) -> RunConfig:
     """A configuration of nothing but the sections that say what becomes of activations, for `num_layers` layers.
 
+    ``None`` stands for a number that is not known, such as that of a model of which one rank has some stages.
     Raises `ConfigError` with every fault.
     """
     unknown = [key for key in sections if key not in PLANNING_KEYS]
@@ -69,8 +70,8 @@ def parse_sections(sections: Mapping[str, object], num_layers: int) -> RunConfig
         problem = "says nothing about what becomes of activations"
         faults = [Fault(str(key), problem, allowed=allowed, nearest=nearest(key, PLANNING_KEYS)) for key in unknown]
         raise ConfigError(faults, "the plan's sections")
-    model = {"config": {"model_type": "qwen3", "num_hidden_layers": num_layers}}
-    return parse_config({"model": model, "data": {"path": ["*"]}, **sections}, "the plan's sections")
+    fields = {} if num_layers is None else {"model_type": "qwen3", "num_hidden_layers": num_layers}
+    return parse_config({"model": {"config": fields}, "data": {"path": ["*"]}, **sections}, "the plan's sections")
 
 
 def parse_memory(settings: Mapping[str, object]) -> MemoryConfig:

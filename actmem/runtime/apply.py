@@ -151,7 +151,7 @@ def apply(
             f"{len(layers)} layer numbers are given for the {len(found)} regions of {type(model).__name__}"
         )
     if isinstance(plan, Mapping):
-        plan = parse_sections(plan, len(found) if layers is None else max(layers, default=0) + 1)
+        plan = parse_sections(plan, len(found) if layers is None else None)
     if isinstance(plan, RunConfig):
         return _apply_config(model, plan, found, settings, layers)
     return _apply_plan(model, plan, found, settings, layers)

@@ -6,6 +6,7 @@ applied, and last the parameters are shared out among those that read data of th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ def lay_out(model: PreTrainedModel, config: RunConfig, plan: Plan | None, world:
     _shard_tensors(model, config, world)
     model.to(world.device)  # type: ignore[arg-type]  # its annotations are lost in a wrapper
     applied = apply(model, planned, memory=config.memory)
+    # FSDP2 warns of in-place ops on what a layer returns where that is a view, as a sequence put together from shards
+    # is; Hugging Face's models have none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     module = shard_data(_LossModule(model, config), world.mesh)
     return LaidOut((model,), _WholeSteps(module, config), applied)
 

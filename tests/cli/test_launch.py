@@ -119,6 +119,8 @@ def test_a_signal_to_all_saves_and_stops(config: Path, undisturbed: dict[int, fl
     said, _ = run.communicate(timeout=60)
     done = max(losses(output))
     assert done < STEPS, said
+    assert run.returncode == 128 + signal.SIGTERM, said
+    assert "Traceback" not in said
     assert (output / "checkpoints" / f"step-{done:08d}").is_dir(), said
     again = start(config, output)
     said, _ = again.communicate(timeout=120)

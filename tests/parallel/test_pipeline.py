@@ -218,6 +218,21 @@ def test_what_is_needed_at_once_does_not_leave(ranks: Outcomes) -> None:
     assert first[2].num_out > first[1].num_out > first[0].num_out
 
 
+def test_sections_for_the_whole_model_are_taken_by_a_part_of_it() -> None:
+    model = build_model(ModelConfig(config=FAMILIES["dense"]), seed=0)
+    stage = cut(model, 0, 3)
+    sections = {
+        "recompute": {"mode": "full", "full_recompute_layer": ["0-1", "4-5"]},
+        "swap": {"enable": True, "layer_swap": [{"layers": [2, 3]}]},
+    }
+    stages, memory = nn.ModuleList([stage]), {"tier": "disk", "min_swap_bytes": 0}
+    with apply(stages, sections, layers=[0, 1, 2], memory=memory) as applied:
+        stage(batch(0)[0]).sum().backward()
+        assert applied.stats.dropped_bytes > 0
+        assert applied.stats.swapped_bytes > 0
+    assert {name for name, _ in stage.model.named_parameters()} < {name for name, _ in model.named_parameters()}
+
+
 def test_gaps_are_counted_to_the_first_that_reads() -> None:
     group, other = Group(0, 0), Group(0, 1)
     order = (
