@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -19,9 +20,9 @@ from actmem.cli.explain import explain
 from actmem.cli.fit import fit
 from actmem.cli.pareto import pareto
 from actmem.cli.plan import plan
-from actmem.cli.screen import Screen
+from actmem.cli.screen import Screen, print_json
 from actmem.cli.train import train
-from actmem.errors import ActmemError
+from actmem.errors import ActmemError, ConfigError
 
 app = typer.Typer(
     help="Train transformers in less memory: every tensor autograd saves is saved, recomputed or swapped, by plan.",
@@ -60,17 +61,26 @@ def _main(
 
 
 def run() -> None:
-    """Entry point. Exit code 2 for an `ActmemError` or wrong usage, 130 after Ctrl-C."""
+    """Entry point. Exit code 2 for an `ActmemError`, which ``--json`` has on standard output as well, or wrong usage;
+    130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file name need not fit the terminal's encoding
     try:
         app(prog_name="actmem")
     except ActmemError as error:
+        if "--json" in sys.argv[1:]:
+            print_json(_as_data(error))
         Screen(stderr=True).error(error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _as_data(error: ActmemError) -> dict[str, object]:
+    """For programs, which read no standard error."""
+    faults = error.faults if isinstance(error, ConfigError) else ()
+    return {"error": str(error), "faults": [asdict(fault) for fault in faults]}
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
+from actmem.cli import main
 from actmem.cli.main import app
 from actmem.errors import ActmemError
 from actmem.hardware import load_hardware
@@ -102,3 +104,18 @@ def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
     run = config(tmp_path)
     assert "Not a directory" in answered("bench", run, "--out", run / "out", "--policies", "none", "--rounds", "1")
     assert "Not a directory" in answered("pareto", run, "--hardware", "cpu", "-o", run / "out")
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "train"])
+def test_an_error_is_data_too_where_data_was_asked_for(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name: qwen3-tiny}\ndata: {path: [a.txt]}\nrecompute: {mode: ful}\n")
+    output = ["-o", str(tmp_path / "plan.yaml")] if command == "plan" else []
+    monkeypatch.setattr("sys.argv", ["actmem", command, str(path), "--json", *output])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    assert ended.value.code == 2
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert (fault["path"], fault["line"]) == ("recompute.mode", 3)
