@@ -115,6 +115,15 @@ def path_of_storage(graph: RegionGraph, index: int) -> str:
     return INPUT_PATH if graph.storages[index].kind == "input" else graph.ops[graph.creators[index]].path
 
 
+def deciding_path(graph: RegionGraph, index: int, communicates_again: Callable[[str], bool]) -> str:
+    """`path_of_storage`, but for what collectives that are issued again made, put in another order: that of the first
+    of those."""
+    if graph.storages[index].kind == "op" and _is_rearranged(graph, index, communicates_again):
+        first = graph.ops[graph.creators[index]].inputs[0]
+        return path_of_storage(graph, graph.values[first].storage)
+    return path_of_storage(graph, index)
+
+
 def _is_rearranged(graph: RegionGraph, index: int, communicates_again: Callable[[str], bool]) -> bool:
     """Whether a storage holds nothing but what collectives that are issued again have made, put in another order: what
     is gathered along a later dimension than the first comes in parts that are joined."""

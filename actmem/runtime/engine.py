@@ -17,7 +17,7 @@ from actmem.config.schema import MemoryConfig
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
 from actmem.planning import Action, Fingerprint, Plan, Policy, Rule
-from actmem.planning.fates import path_of_storage
+from actmem.planning.fates import deciding_path
 from actmem.planning.plan import Tier
 from actmem.planning.policies import SWAPPING
 from actmem.runtime.learning import Script
@@ -185,7 +185,8 @@ class Engine:
         self._matched |= rules.matched
         self._swaps = self._swaps or bool(fates.swapped)
         gone = fates.dropped | fates.swapped
-        self._freeing |= {rules.winner_of(path_of_storage(fates.graph, storage)) for storage in gone}
+        deciding = {deciding_path(fates.graph, storage, rules.communicates_again) for storage in gone}
+        self._freeing |= set(map(rules.winner_of, deciding))
         if len(self._asked) == self._num_layers:
             self.report_no_effect()
 

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actmem import Action, Plan, Rule
 from actmem._compat import end_process
-from actmem.runtime import apply
+from actmem.runtime import NoEffectWarning, apply
 
 WORLD_SIZE = 2
 POLICIES = ("none", "full", "mlp", "selective")
@@ -189,16 +189,18 @@ def steps_of(
 ) -> tuple[list[Step], list[dict[str, int]], dict[str, Any]]:
     model = wrap(tiny_qwen3())
     applied = apply(model, policy, memory={"verify": "always"}) if policy is not None else None
-    steps, counts, order = [], [], []
+    steps, counts, order, said = [], [], [], []
     for number in range(2):
         model.zero_grad(set_to_none=True)
-        with CollectiveCounter() as below, CommDebugMode() as above:
+        with CollectiveCounter() as below, CommDebugMode() as above, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", NoEffectWarning)
             loss = language_loss(token_batch(2 * number + rank))(model)
             loss.backward()
+        said += [str(each.message) for each in caught if each.category is NoEffectWarning]
         order.append(below.order)
         counts.append(below.counts | {str(op): count for op, count in above.get_comm_counts().items()})
         steps.append(Step(loss.detach().clone(), whole(gradients_of(model))))
-    facts: dict[str, Any] = {"order": order}
+    facts: dict[str, Any] = {"order": order, "said": said}
     if applied is not None:
         facts |= {
             "dropped": applied.stats.dropped_bytes,
@@ -355,6 +357,7 @@ def test_collectives_that_a_plan_names_are_issued_once_more(results: Callable[[s
             more = {op: count - theirs[op] for op, count in mine.items()}
             assert {op for op, count in more.items() if count} == {gather, "c10d_functional.all_gather_into_tensor"}
             assert more[gather] == 4
+        assert not facts["said"]
         orders.append(facts["order"])
     assert orders[0] == orders[1]
 

@@ -42,6 +42,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shards": {"parallel": {"dp_shard_size": 2}, **HALVES},
     "tensors": {"parallel": {"tp_size": 2}},
     "sequence": {"parallel": {"tp_size": 2, "sequence_parallel": True, "loss_parallel": True}},
+    "gathered again": {
+        "parallel": {"tp_size": 2, "sequence_parallel": True},
+        "policy": None,
+        "recompute_comm": {"enable": True, "select_module": {".*all_gather": ["0-3"]}},
+    },
     "stages": {"parallel": {"pp_size": 2, "pp_microbatches": 4}, "policy": "attention-swap"},
     "two stages each": {"parallel": {"pp_size": 2, "pp_microbatches": 4, "pp_schedule": "ZBVZeroBubble"}},
 }
