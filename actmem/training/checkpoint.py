@@ -121,8 +121,9 @@ class Checkpoints:
     def _save_together(self, target: Path, step: int, position: Position) -> None:
         """The first rank makes the directory, all write, the first one seals it."""
         with ExitStack() as stack:
-            made = stack.enter_context(writing_directory(target)) if self._world.is_first else None
-            directory = self._world.tell(made)
+            directory = self._world.tell(_entered(stack, target) if self._world.is_first else None)
+            if isinstance(directory, OSError):
+                raise directory
             save_shards(self._all_tensors(self._world.rank), directory)
             if self._world.is_first:
                 self._seal(directory, step, position, SHARDED_FORMAT)
@@ -228,7 +229,7 @@ class Checkpoints:
         for group in self._optimizer.param_groups:
             for each in group["params"]:
                 zeros = {name: torch.zeros_like(each, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-                self._optimizer.state[each] = {"step": torch.zeros((), device=_step_device(each)), **zeros}
+                self._optimizer.state[each] = {"step": torch.zeros((), device=each.device), **zeros}
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         return {
@@ -259,6 +260,14 @@ class _Found:
     faults: dict[Path, str]
 
 
+def _entered(stack: ExitStack, target: Path) -> Path | OSError:
+    """The directory to write to; where there is none, all ranks are to hear why, and none to wait for it."""
+    try:
+        return stack.enter_context(writing_directory(target))
+    except OSError as error:
+        return error
+
+
 def _set_aside(faults: dict[Path, str], used: Path) -> None:
     if not faults:
         return
@@ -282,11 +291,6 @@ def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def _step_device(parameter: nn.Parameter) -> torch.device:
-    """Where AdamW's fused kernels have the number of steps."""
-    return parameter.device
 
 
 def describe(model: PreTrainedModel) -> dict[str, Any]:

@@ -211,9 +211,11 @@ class _Trainer:
             return
         whole = _build(self.config, self.tokenizer) if self.world.is_first else None
         gather_model(self.laid_out.models, whole, self.directory.root, self.world)
-        if whole is not None:
-            export_model(whole, self.tokenizer, self.directory.model)
-        self.world.wait()
+        self.world.from_first(lambda: self._write_model(whole))
+
+    def _write_model(self, whole: PreTrainedModel | None) -> None:
+        assert whole is not None, "only the first process writes it"
+        export_model(whole, self.tokenizer, self.directory.model)
 
     def _take_step(self) -> StepRecord:
         applied = self.laid_out.applied

@@ -142,6 +142,14 @@ def test_the_layouts_that_come_with_it_run(config: Path, name: str, num_processe
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 
 
+def test_a_checkpoint_that_cannot_be_written_is_told_by_all_and_nobody_waits(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    run = start(config, tmp_path)
+    said, _ = run.communicate(timeout=50)  # less than the ranks would wait for each other
+    assert run.returncode == 2, said
+    assert "the checkpoint of step 2 cannot be written" in " ".join(said.split())
+
+
 def test_another_number_of_processes_is_told_before_any_is_started(config: Path, tmp_path: Path) -> None:
     run = start(config, tmp_path, "parallel.pp_size=1")
     said, _ = run.communicate(timeout=60)
