@@ -4,11 +4,12 @@ with outputs that two layers save."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import pytest
 import torch
+from block_models import Block, Twice, features, regions_of, squares
 from torch import Tensor, nn
 
 import actmem
@@ -19,7 +20,6 @@ from actmem.planning import Action, Plan, Rule
 from actmem.planning.conditions import conditions_on
 from actmem.planning.planner import Planner
 
-WIDTH = 64
 SCALARS = 1024
 
 
@@ -31,32 +31,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        down = self.down(torch.tanh(self.up(hidden)))
-        assert isinstance(down, Tensor)
-        return hidden + down
-
-
 class Frozen(Block):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for _ in range(2):
-            hidden = torch.tanh(hidden @ self.weight)
-        return hidden
 
 
 class Skipping(nn.Module):
@@ -72,20 +50,6 @@ class Skipping(nn.Module):
         out = hidden + (outputs[0] * outputs[-1] if self.multiplies else outputs[0])
         assert isinstance(out, Tensor)
         return out
-
-
-def squares(model: nn.Module, batch: Mapping[str, object]) -> Tensor:
-    loss = model(batch["features"]).square().mean()
-    assert isinstance(loss, Tensor)
-    return loss
-
-
-def regions_of(model: Skipping) -> list[str]:
-    return [f"blocks.{index}" for index in range(len(model.blocks))]
-
-
-def features() -> dict[str, Tensor]:
-    return {"features": torch.randn(256, WIDTH)}
 
 
 def traced(model: Skipping, *, gradients_stand: bool = True) -> tuple[Graph, Planner, dict[str, Tensor]]:

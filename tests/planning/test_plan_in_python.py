@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from block_models import Block, Twice, features, regions_of, squares
 from torch import Tensor, nn
 
 import actmem
@@ -19,8 +20,6 @@ from actmem.models.building import build_model
 from actmem.training.loss import next_token_loss
 from actmem.training.traced import trace_step
 
-WIDTH = 64
-
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -28,26 +27,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(torch.tanh(self.up(hidden)))
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for _ in range(2):
-            hidden = torch.tanh(hidden @ self.weight)
-        return hidden
 
 
 class Stack(nn.Module):
@@ -59,20 +38,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return hidden
-
-
-def squares(model: nn.Module, batch: Mapping[str, object]) -> Tensor:
-    loss = model(batch["features"]).square().mean()
-    assert isinstance(loss, Tensor)
-    return loss
-
-
-def features() -> dict[str, Tensor]:
-    return {"features": torch.randn(256, WIDTH)}
-
-
-def regions_of(model: Stack) -> list[str]:
-    return [f"blocks.{index}" for index in range(len(model.blocks))]
 
 
 @pytest.fixture
