@@ -92,6 +92,14 @@ DATA_DEPENDENT_ERRORS = (DynamicOutputShapeException, DataDependentOutputExcepti
 """What fake tensors raise where the next op depends on numbers that they do not have."""
 
 
+def bfloat16_scratch() -> float:
+    """Bytes that a product of bfloat16 takes on this CPU for each byte of its result, while it runs: without
+    instructions of its own for them, oneDNN sums up in a float32 copy."""
+    cpu: Any = torch.ops.mkldnn
+    sums_up_elsewhere = cpu._is_mkldnn_bf16_supported() and not torch.cpu._is_avx512_bf16_supported()
+    return 2.0 if sums_up_elsewhere else 0.0
+
+
 DEVICE_QUESTION = torch.ops.prim.device.default
 """Fake tensors answer what device they are on by an op of its own, which real ones do not run. It is asked more often
 than all other ops together."""
@@ -122,15 +130,30 @@ def is_fake(kind: type) -> bool:
     return issubclass(kind, FakeTensor)
 
 
-def local_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The storage that holds a tensor's numbers on this rank: for a DTensor, that of its local part."""
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds a tensor's numbers on this rank: for a DTensor, its local part."""
     while type(tensor) is not torch.Tensor:
-        inner: Any = getattr(tensor, "_local_tensor", None)
-        inner = getattr(tensor, "elem", None) if inner is None else inner
+        inner = inside(tensor)
         if inner is None:
             break
         tensor = inner
-    return tensor.untyped_storage()
+    return tensor
+
+
+def local_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage that holds a tensor's numbers on this rank."""
+    return local_part(tensor).untyped_storage()
+
+
+def likeness(tensor: torch.Tensor) -> Callable[[torch.device | None], torch.Tensor]:
+    """A function that makes tensors with the shape, strides and dtype of this one, on its device or another, without
+    numbers; of a DTensor, with the placement as well. It does not hold the tensor."""
+    inner = inside(tensor)
+    if inner is not None:
+        make, wrap = likeness(inner), wrapping(tensor)
+        return lambda device: wrap(make(device))
+    shape, stride, dtype, own = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return lambda device: torch.empty_strided(shape, stride, dtype=dtype, device=device or own)
 
 
 def inside(tensor: Any) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ from actmem.measuring.result import BenchResult
 from actmem.planning import Action, Plan, Rule
 from actmem.planning.frontier import budgets
 from actmem.planning.planner import Planner
-from actmem.planning.simulator import Simulation
+from actmem.planning.simulation import Simulation
 from actmem.reporting.tables import plain_table
 from actmem.training.budget import planner_of
 from actmem.training.traced import trace_step

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from actmem.graph import Graph
-    from actmem.planning.simulator import Simulation
+    from actmem.planning.simulation import Simulation
 
 
 def plan(

@@ -16,6 +16,8 @@ Rates are peaks times an efficiency; at the peaks themselves nothing can be fast
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,6 +120,13 @@ class CostModel:
         """The time of op number `index` of a region."""
         return self.seconds(work_of(graph, index))
 
+    def scratch_bytes(self, work: Work, result_bytes: int) -> int:
+        """Bytes that an op takes for itself while it runs: see `Hardware.bfloat16_scratch`."""
+        share = self.hardware.bfloat16_scratch
+        if not share or not work.compute_intensive or " bfloat16" not in work.signature or _attends(work):
+            return 0
+        return math.ceil(share * result_bytes * self._share_at_once(work))
+
     def is_measured(self, work: Work) -> bool:
         """Whether the time of this very op was measured."""
         return work.signature in self.hardware.measured_ops
@@ -147,9 +156,19 @@ class CostModel:
 
     def _product_seconds(self, work: Work, shares: _Shares) -> float:
         rate = self._product_rate(work.signature)
-        if any(part in work.name for part in _ATTENTION):
+        if _attends(work):
             return work.flops * CAUSAL_SHARE / (rate * shares.attention)
         return work.flops / (rate * shares.matmul)
+
+    def _share_at_once(self, work: Work) -> float:
+        """Of several products in one op, the share of those that run at once: one a thread of a batch, and one of a
+        group, which is taken to be of the mean size."""
+        operands = work.signature.partition("(")[2].rstrip(")").split(", ")
+        if work.name == "bmm":
+            return min(1.0, (self.hardware.num_threads or os.cpu_count() or 1) / int(operands[0].partition("x")[0]))
+        if work.name == "_grouped_mm" and operands[-1].endswith(" int32"):
+            return min(1.0, 1 / int(operands[-1].removesuffix(" int32")))
+        return 1.0
 
     def _product_rate(self, signature: str) -> float:
         rate = self.hardware.matmul_flops_per_second.peak
@@ -188,6 +207,10 @@ class CostModel:
         if rate.reached is None:
             return rate.peak * share.at(self.efficiency)
         return min(rate.peak, rate.reached * share.at(self.efficiency) / share.nominal)
+
+
+def _attends(work: Work) -> bool:
+    return any(part in work.name for part in _ATTENTION)
 
 
 def wire_bytes(work: Work) -> float:

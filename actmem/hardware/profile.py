@@ -102,6 +102,8 @@ class Hardware(Section):
     - `workspace_bytes`: what kernels take for themselves while they run, which no trace shows.
     - `packing_bytes_per_thread`: what each of `num_threads` takes on top where products of bfloat16 run, to pack their
       operands; ``None``: as many threads as the machine has that plans are made on.
+    - `bfloat16_scratch`: bytes that a product of bfloat16 takes while it runs for each byte of its result: 2 on a CPU
+      without instructions for it, which sums up in a float32 copy.
     - `link`: to and from the host's memory; ``None`` where the device is the host. `disk`: to and from a scratch file.
     - `op_seconds`: the time of the smallest op.
     - `copy_slowdown`: seconds that computing loses for each second of copying, where copies take the same cores.
@@ -122,6 +124,7 @@ class Hardware(Section):
     workspace_bytes: Bytes = 0
     packing_bytes_per_thread: Bytes = 0
     num_threads: Positive | None = None
+    bfloat16_scratch: Annotated[float, Field(ge=0.0, le=16.0)] = 0.0
     link: Copying | None = None
     disk: Copying | None = None
     collectives: Collectives | None = None

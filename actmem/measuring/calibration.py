@@ -16,6 +16,7 @@ from statistics import median
 
 import torch
 
+from actmem._compat import bfloat16_scratch
 from actmem.errors import MeasurementError
 from actmem.hardware import Copying, Efficiency, Hardware, Rate, Shares, load_hardware, recognise_device
 from actmem.measuring.engine_time import EngineTime, measure_engine
@@ -122,6 +123,7 @@ def _profile(device: torch.device, found: _Findings, dtype: torch.dtype, note: s
         allocation_bytes=1 if device.type == "cpu" else _ALLOCATION_BYTES,
         workspace_bytes=0 if known is None else known.workspace_bytes,
         packing_bytes_per_thread=load_hardware("cpu").packing_bytes_per_thread if device.type == "cpu" else 0,
+        bfloat16_scratch=bfloat16_scratch() if device.type == "cpu" else 0.0,
         num_threads=torch.get_num_threads() if device.type == "cpu" else None,
         link=link,
         disk=_copying(found.disk, None),

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
-from actmem._compat import exchange
+from actmem._compat import exchange, is_fake
 from actmem.errors import LayoutError
 from actmem.parallel.parameters import shard_parameters, summing_gradient, surround
 
@@ -34,7 +34,7 @@ class SpreadExperts(ParallelStyle):
         def before(hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[tuple[Any, ...], _Own]:
             hidden, weights = summing_gradient(hidden, device_mesh), summing_gradient(weights, device_mesh)
             experts = chosen.flatten() - first
-            pairs = ((experts >= 0) & (experts < num_own)).nonzero().flatten()
+            pairs = _positions((experts >= 0) & (experts < num_own), likely=len(experts) // device_mesh.size())
             own = _Own(pairs, chosen.shape)
             return _as_tokens(hidden[pairs // chosen.shape[1]], experts[pairs], weights.flatten()[pairs]), own
 
@@ -69,10 +69,10 @@ class ExchangedExperts(ParallelStyle):
         def before(hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[tuple[Any, ...], _Sent]:
             order = chosen.flatten().argsort(stable=True)
             sent, received = _exchange_counts(chosen, num_own, group)
-            rows = exchange(hidden[order // chosen.shape[1]], received.sum(1).tolist(), sent.sum(1).tolist(), group)
+            state = _Sent(order, weights, _numbers(sent.sum(1), len(order)), _numbers(received.sum(1), len(order)))
+            rows = exchange(hidden[order // chosen.shape[1]], state.received, state.counts, group)
             experts = torch.arange(num_own, device=rows.device).repeat(len(received))
             experts = experts.repeat_interleave(received.flatten(), output_size=len(rows))
-            state = _Sent(order, weights, sent.sum(1).tolist(), received.sum(1).tolist())
             return _as_tokens(rows, experts, rows.new_ones(len(rows), dtype=weights.dtype)), state
 
         def after(out: Tensor, sent: _Sent) -> Tensor:
@@ -97,11 +97,27 @@ class _Sent:
 
 def _exchange_counts(chosen: Tensor, num_own: int, group: distributed.ProcessGroup) -> tuple[Tensor, Tensor]:
     """How many pairs this rank sends to, and has from, each rank (rows) for each of that rank's experts (columns)."""
-    num_ranks = group.size()
-    counts = torch.bincount(chosen.flatten(), minlength=num_own * num_ranks)
+    num_ranks, experts = group.size(), chosen.flatten()
+    counts = experts.new_zeros(num_own * num_ranks).scatter_add(0, experts, torch.ones_like(experts))
     even = [num_own] * num_ranks
     received = exchange(counts, even, even, group)
     return counts.view(num_ranks, -1), received.view(num_ranks, -1)
+
+
+def _numbers(counts: Tensor, total: int) -> list[int]:
+    """Counts as numbers; where a trace has none, those of a router that spreads `total` evenly."""
+    if not is_fake(type(counts)):
+        numbers: list[int] = counts.tolist()
+        return numbers
+    each, remainder = divmod(total, len(counts))
+    return [each + (rank < remainder) for rank in range(len(counts))]
+
+
+def _positions(mask: Tensor, *, likely: int) -> Tensor:
+    """Where a mask is true; where a trace has no numbers, as many places as is `likely`."""
+    if is_fake(type(mask)):
+        return torch.arange(likely, device=mask.device)
+    return mask.nonzero().flatten()
 
 
 def _take_own_experts(module: nn.Module, mesh: DeviceMesh) -> int:

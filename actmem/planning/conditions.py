@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import get_args
 
 from actmem.config.shown import shown
 from actmem.errors import PlanError
-from actmem.graph import RegionGraph
-from actmem.hardware import CopyRates, CostModel, Hardware, Level
+from actmem.graph import RegionGraph, StepOp
+from actmem.hardware import CopyRates, CostModel, Hardware, Level, work_of
 from actmem.planning.course import Costs
 from actmem.planning.plan import TIERS, Tier
-from actmem.planning.simulator import Conditions, Link
+from actmem.planning.simulation import Conditions, Link
 
 _SHARE_OF_DISK = 0.5
 """Of the rate at which a disk writes, on a thread beside the computing."""
@@ -73,6 +74,7 @@ def _costs(model: CostModel) -> Costs:
             seconds[id(graph)] = [model.op_seconds(graph, op) for op in range(len(graph.ops))]
         return seconds[id(graph)][index]
 
+    op_scratch, step_op_scratch = scratch_of(model)
     return Costs(
         op_seconds=op_seconds,
         step_op_seconds=cache(model.seconds),
@@ -80,4 +82,26 @@ def _costs(model: CostModel) -> Costs:
         watch_seconds=hardware.watch_seconds,
         accumulate_bytes_per_second=hardware.memory_bytes_per_second.peak * hardware.efficiency.memory.nominal / 3,
         granularity=hardware.allocation_bytes,
+        op_scratch=op_scratch,
+        step_op_scratch=step_op_scratch,
     )
+
+
+def scratch_of(model: CostModel) -> tuple[Callable[[RegionGraph, int], int], Callable[[StepOp], int]]:
+    """The bytes that ops of a layer's graph, and of a step around it, take for themselves while they run."""
+    if not model.hardware.bfloat16_scratch:
+        return lambda graph, index: 0, lambda op: 0
+    known: dict[int, list[int]] = {}
+
+    def op_scratch(graph: RegionGraph, index: int) -> int:
+        if id(graph) not in known:
+            known[id(graph)] = [
+                model.scratch_bytes(work_of(graph, op), _result_bytes(graph, op)) for op in range(len(graph.ops))
+            ]
+        return known[id(graph)][index]
+
+    return op_scratch, cache(lambda op: model.scratch_bytes(op, op.allocated_bytes))
+
+
+def _result_bytes(graph: RegionGraph, index: int) -> int:
+    return graph.num_bytes({graph.values[value].storage for value in graph.ops[index].outputs})

@@ -22,10 +22,15 @@ OpSeconds = Callable[[RegionGraph, int], float]
 StepOpSeconds = Callable[[StepOp], float]
 
 
+def _no_scratch(*_: object) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Costs:
     """What a course needs to know of the device: seconds of ops; what the engine adds for each op that is run again;
-    bytes of a parameter's gradient added to one that stands, per second; and the bytes that memory is given out in."""
+    bytes of a parameter's gradient added to one that stands, per second; the bytes that memory is given out in; and
+    the bytes that ops take for themselves while they run (`op_scratch`, `step_op_scratch`)."""
 
     op_seconds: OpSeconds
     step_op_seconds: StepOpSeconds
@@ -33,6 +38,8 @@ class Costs:
     watch_seconds: float = 0.0
     accumulate_bytes_per_second: float = float("inf")
     granularity: int = 1
+    op_scratch: Callable[[RegionGraph, int], int] = _no_scratch
+    step_op_scratch: Callable[[StepOp], int] = _no_scratch
 
     def rounded(self, num_bytes: int) -> int:
         """The bytes that an allocation of `num_bytes` takes."""
@@ -159,7 +166,8 @@ def _forward(fates: Fates, costs: Costs, leaving: frozenset[int]) -> tuple[tuple
         standing += sum(costs.rounded(graph.storages[each].num_bytes) for each in made[index])
         starts.update(dict.fromkeys(made[index], len(slices)))
         if not op.view:
-            slices.append(Slice(op.path, False, costs.op_seconds(graph, index) + waited, standing))
+            stands = standing + costs.op_scratch(graph, index)
+            slices.append(Slice(op.path, False, costs.op_seconds(graph, index) + waited, stands))
             waited = 0.0
         standing -= sum(costs.rounded(graph.storages[each].num_bytes) for each in going[index])
     return tuple(slices), starts
@@ -230,7 +238,7 @@ class _Backward:
             seconds += op.accumulated_bytes / self._costs.accumulate_bytes_per_second
             freed += op.accumulated_bytes
         if seconds or op.allocated_bytes:
-            self.slices.append(Slice(op.name, False, seconds, self.standing))
+            self.slices.append(Slice(op.name, False, seconds, self.standing + self._costs.step_op_scratch(op)))
         self.standing -= freed
 
     def _pick_up(self, value: int) -> None:
@@ -280,7 +288,8 @@ class _Backward:
         self.standing += sum(map(self.bytes_of, fresh))
         seconds = self._costs.replay_seconds + (0.0 if op.view else self._costs.op_seconds(self._graph, index))
         if seconds:
-            self.slices.append(Slice(op.path, True, seconds, self.standing))
+            stands = self.standing + (0 if op.view else self._costs.op_scratch(self._graph, index))
+            self.slices.append(Slice(op.path, True, seconds, stands))
         for value in op.outputs:
             if self._uses[value] and self._is_remade(self._graph.values[value].storage):
                 self._remade[self._graph.values[value].storage].add(value)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from actmem.graph import Graph
 from actmem.planning.layout import Layout, lay_out
 from actmem.planning.planner import Planner
-from actmem.planning.simulator import Simulation
+from actmem.planning.simulation import Simulation
 
 WAYS = ("none", "selective", "full")
 BEST = "best plan"

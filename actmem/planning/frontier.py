@@ -26,7 +26,8 @@ from actmem.hardware import Hardware, Level
 from actmem.planning.conditions import conditions_on
 from actmem.planning.planner import Planned, Planner
 from actmem.planning.policies import POLICIES, SWAPPING
-from actmem.planning.simulator import Conditions, LayerPlan, Simulator
+from actmem.planning.simulation import Conditions, LayerPlan
+from actmem.planning.simulator import Simulator
 from actmem.planning.times import Times, measured_share, times_in_words, times_of
 from actmem.planning.yardsticks import YARDSTICK_FATES
 from actmem.units import format_bytes

@@ -22,7 +22,8 @@ from actmem.planning.fates import Fates, fates_under, path_of_storage, resolve
 from actmem.planning.min_cut import cheapest
 from actmem.planning.plan import Action, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
-from actmem.planning.simulator import LayerPlan, Simulator
+from actmem.planning.simulation import LayerPlan
+from actmem.planning.simulator import Simulator
 
 _MOST_OPTIONS = 48
 """Of one layer, before swapping."""

@@ -25,7 +25,8 @@ from actmem.planning.fates import fates_under, path_of_storage
 from actmem.planning.options import Option, OptionMaker
 from actmem.planning.plan import Plan, Rule, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
-from actmem.planning.simulator import HELD, Conditions, LayerPlan, Moment, Simulation, Simulator
+from actmem.planning.simulation import HELD, Conditions, LayerPlan, Moment, Simulation
+from actmem.planning.simulator import Simulator
 from actmem.planning.solver import Choice, Mood, Solver
 from actmem.units import format_bytes
 

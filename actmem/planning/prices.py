@@ -15,7 +15,7 @@ from actmem.hardware import CostModel, Hardware, work_of
 from actmem.planning.fates import Fates, path_of_storage, resolve
 from actmem.planning.plan import Action, Tier
 from actmem.planning.planner import Planner
-from actmem.planning.simulator import LayerPlan
+from actmem.planning.simulation import LayerPlan
 
 
 @dataclass(frozen=True, slots=True)

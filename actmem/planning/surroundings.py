@@ -134,8 +134,9 @@ class _Survey:
         for index, op in enumerate(ops):
             self._standing += op.allocated_bytes - self._ends.pop((gap, backward, index), 0)
             seconds += self._costs.step_op_seconds(op)
-            if self._standing > peak:
-                peak, peak_op = self._standing, op.name
+            stands = self._standing + self._costs.step_op_scratch(op)
+            if stands > peak:
+                peak, peak_op = stands, op.name
             self._standing -= self._freed_by(op)
         late = [key for key in self._ends if key[:2] == (gap, backward)]
         self._standing -= sum(self._ends.pop(key) for key in late)

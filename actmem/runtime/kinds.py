@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmem._compat import OpOverload, async_collective_types, flop_registry, is_fake, raw_call, size_of_group
+from actmem._compat import (
+    OpOverload,
+    async_collective_types,
+    flop_registry,
+    is_fake,
+    local_part,
+    raw_call,
+    size_of_group,
+)
 from actmem.graph import COMMUNICATION
 
 EDITED = "edited in place"
@@ -193,20 +201,28 @@ def distributed_types() -> frozenset[type]:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Bytes that an op reads or writes to go once over a tensor."""
-    return tensor.numel() * tensor.element_size()
+    """Bytes that an op reads or writes to go once over what this rank has of a tensor."""
+    return local_part(tensor).numel() * tensor.element_size()
 
 
 def flops_of(func: Any, kind: Kind, args: Any, kwargs: Any, out: Any) -> int:
-    """Multiplications and additions of a call that multiplies matrices, attends or convolves; 0 for others."""
+    """Multiplications and additions, on this rank, of a call that multiplies matrices, attends or convolves; 0 for
+    others."""
     packet = getattr(func, "overloadpacket", None)
     if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+        return int(flop_registry[packet](*_local_parts(args), **kwargs, out_val=_local_parts(out)))
     if kind.dropout is not None:
         backward = "backward" in str(packet)  # then the output's gradient stands before query, key and value
         batch, heads, queries, depth = args[0].shape
         return int((10 if backward else 4) * batch * heads * queries * args[2 if backward else 1].shape[2] * depth)
     return 0
+
+
+def _local_parts(item: Any) -> Any:
+    """What this rank has of all tensors in nested lists and tuples."""
+    if isinstance(item, (list, tuple)):
+        return [_local_parts(each) for each in item]
+    return local_part(item) if isinstance(item, Tensor) else item
 
 
 def group_size_of(kind: Kind, args: Any) -> int:

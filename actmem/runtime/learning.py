@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from actmem._compat import OpOverload, raw_call, storage_bytes, storage_id
+from actmem._compat import OpOverload, local_part, raw_call, storage_bytes, storage_id
 from actmem.graph import COMMUNICATION, Op, RegionGraph, Storage, Value
 from actmem.graph.region import StorageKind
 from actmem.planning import Fates
@@ -312,7 +312,8 @@ class LearningTape(Tape):
             self._storages.append(self._new_storage(tensor, origin, kept))
             self._storage_ids.append(identity)
         index = self._indices[id(tensor)] = len(self._values)
-        self._values.append(Value(storage, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), producer))
+        shape, dtype = tuple(local_part(tensor).shape), str(tensor.dtype).removeprefix("torch.")
+        self._values.append(Value(storage, shape, dtype, producer))
         self._tensors.append(tensor)
         self._seen_as.append(_state_of(tensor))
         return index

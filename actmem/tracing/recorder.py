@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from actmem._compat import DEVICE_QUESTION, DispatchMode, answer_device, local_storage, storage_bytes, storage_id
+from actmem._compat import (
+    DEVICE_QUESTION,
+    DispatchMode,
+    answer_device,
+    likeness,
+    local_part,
+    local_storage,
+    storage_bytes,
+    storage_id,
+)
 from actmem.graph import signature_of
 from actmem.runtime.intercept import Interception
 from actmem.runtime.kinds import flops_of, group_size_of, kind_of, num_bytes
@@ -142,7 +151,7 @@ class StepRecorder(DispatchMode):
         self._here.ops.append(
             Seen(
                 name=kind.name,
-                signature=signature_of(kind.name, [(tuple(each.shape), _dtype(each)) for each in operands]),
+                signature=signature_of(kind.name, [(tuple(local_part(each).shape), _dtype(each)) for each in operands]),
                 flops=flops_of(func, kind, args, kwargs, out),
                 moved_bytes=sum(map(num_bytes, (*operands, *results))) if moves else 0,
                 compute_intensive=kind.compute_intensive,
@@ -200,7 +209,14 @@ class StepRecorder(DispatchMode):
         self._here = self._place(place.layer, in_layer=place.in_layer, backward=True)
         if saved.position is not None:
             self._moment().unpacks.append(saved.position)
-        return self._stand_in(saved) if saved.tensor is None else saved.tensor
+        if saved.tensor is not None:
+            return saved.tensor
+        assert saved.like is not None
+        self._is_watching = False
+        made = saved.like(None)
+        self._is_watching = True
+        self._follow(made, OWNED)
+        return made
 
     def _moment(self) -> Seen:
         """What is picked up belongs to the op that follows; until one does, it has a moment of its own."""
@@ -212,13 +228,6 @@ class StepRecorder(DispatchMode):
     def _take_moment(self) -> list[int]:
         ops = self._here.ops
         return ops.pop().unpacks if ops and not ops[-1].name and not ops[-1].releases else []
-
-    def _stand_in(self, saved: _Saved) -> Tensor:
-        self._is_watching = False
-        made = torch.empty_strided(saved.shape, saved.stride, dtype=saved.dtype, device=saved.device)
-        self._is_watching = True
-        self._follow(made, OWNED)
-        return made
 
     def release_outside(self, number: int) -> None:
         """Autograd has let a tensor go that it saved outside the layers."""
@@ -238,7 +247,7 @@ class StepRecorder(DispatchMode):
 class _Saved:
     """What autograd holds in place of a tensor: the tensor, or what one like it looks like."""
 
-    __slots__ = ("_recorder", "device", "dtype", "number", "place", "position", "shape", "stride", "tensor")
+    __slots__ = ("_recorder", "like", "number", "place", "position", "tensor")
 
     def __init__(
         self,
@@ -254,8 +263,7 @@ class _Saved:
         self.place = place
         self.position = position
         self.tensor = tensor
-        if like is not None:
-            self.shape, self.stride, self.dtype, self.device = like.shape, like.stride(), like.dtype, like.device
+        self.like = None if like is None else likeness(like)
 
     def __del__(self) -> None:
         if self.position is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from actmem._compat import DATA_DEPENDENT_ERRORS, FakeGroupedProducts, FakeTensorMode
+from actmem._compat import DATA_DEPENDENT_ERRORS, FakeGroupedProducts, FakeTensorMode, likeness
 from actmem.errors import ApplyError
 from actmem.graph import Graph, RegionGraph, Standing
 from actmem.models.packing import one_sequence_a_row
@@ -233,8 +233,7 @@ def _explaining(model: nn.Module) -> Iterator[None]:
 
 
 def _fake(like: Tensor) -> Tensor:
-    shape, stride = tuple(like.shape), like.stride()
-    return torch.empty_strided(shape, stride, dtype=like.dtype, device="cpu", requires_grad=like.requires_grad)
+    return likeness(like)(torch.device("cpu")).requires_grad_(like.requires_grad)
 
 
 def _without_questions(graph: RegionGraph) -> RegionGraph:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from actmem._compat import bfloat16_scratch
 from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.errors import Fault, HardwareError
 from actmem.graph import Graph
@@ -94,7 +95,8 @@ def hardware_of(config: RunConfig) -> Hardware:
         return load_hardware(config.hardware)
     device = choose_device(config.train.device)
     if device.type == "cpu":
-        return load_hardware("cpu").model_copy(update={"num_threads": torch.get_num_threads()})
+        here = {"num_threads": torch.get_num_threads(), "bfloat16_scratch": bfloat16_scratch()}
+        return load_hardware("cpu").model_copy(update=here)
     found = recognise_device(device_name(device))
     if found is None:
         problem = f"auto finds {device_name(device)}, of which no figures are known"

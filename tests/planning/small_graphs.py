@@ -11,7 +11,8 @@ from actmem.graph import Call, Gap, Graph, Op, RegionGraph, Standing, Step, Step
 from actmem.planning.course import Costs
 from actmem.planning.fates import path_of_storage, resolve
 from actmem.planning.plan import Action, Tier
-from actmem.planning.simulator import Conditions, LayerPlan, Link, Simulation, Simulator
+from actmem.planning.simulation import Conditions, LayerPlan, Link, Simulation
+from actmem.planning.simulator import Simulator
 
 MIB = 2**20
 COSTS = Costs(

@@ -7,7 +7,8 @@ import pytest
 from actmem.graph import Call, Constant, Escape, Gap, Graph, Op, RegionGraph, Standing, Step, StepOp, Storage, Value
 from actmem.planning.course import Costs, follow
 from actmem.planning.fates import Fates
-from actmem.planning.simulator import Conditions, LayerPlan, Link, Simulation, simulate
+from actmem.planning.simulation import Conditions, LayerPlan, Link, Simulation
+from actmem.planning.simulator import simulate
 
 COSTS = Costs(lambda region, index: 1.0, lambda op: 1.0 if op.name else 0.0)
 

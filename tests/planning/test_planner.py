@@ -21,7 +21,7 @@ from actmem.models.building import build_model
 from actmem.planning import Action, Plan, resolve
 from actmem.planning.course import Costs
 from actmem.planning.planner import Planner
-from actmem.planning.simulator import Conditions, LayerPlan, Simulation
+from actmem.planning.simulation import Conditions, LayerPlan, Simulation
 from actmem.runtime import apply
 from actmem.training.budget import planner_of
 from actmem.training.loss import next_token_loss

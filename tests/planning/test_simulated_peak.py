@@ -13,17 +13,21 @@ from torch import Tensor, nn
 
 from actmem.config.loading import parse_config
 from actmem.graph import Graph, StepOp
+from actmem.hardware import CostModel
 from actmem.measuring.bench import random_batch
 from actmem.measuring.peak import measure_peak
 from actmem.models.building import build_model
 from actmem.planning import Action, Plan, Rule
+from actmem.planning.conditions import scratch_of
 from actmem.planning.course import Costs
 from actmem.planning.fates import fates_under
 from actmem.planning.plan import RuleSet
-from actmem.planning.simulator import Conditions, LayerPlan, Link, simulate
+from actmem.planning.simulation import Conditions, LayerPlan, Link
+from actmem.planning.simulator import simulate
 from actmem.runtime import apply
 from actmem.runtime.apply import rule_source
 from actmem.tracing import trace
+from actmem.training.budget import hardware_of
 from actmem.training.loss import next_token_loss
 from actmem.training.traced import loss_of, trace_step
 
@@ -64,6 +68,7 @@ class Setting:
     share: float = 0.0
 
 
+HERE = {"model": {"name": "qwen3-tiny"}, "data": {"path": ["none"]}, "train": {"device": "cpu"}}
 SETTINGS = {
     "dense": Setting(),
     "bf16": Setting(model={"dtype": "bfloat16"}, length=64),
@@ -108,7 +113,13 @@ def predicted_peak(
         rules = RuleSet(source.rules(layer, region))
         fates = fates_under(region, rules, min_swap_bytes=min_swap_bytes)
         plans.append(LayerPlan(fates, dict.fromkeys(fates.swapped, "disk")))
-    costs = Costs(lambda region, index: 1e-3, lambda op: 1e-3 if op.name else 0.0)
+    op_scratch, step_op_scratch = scratch_of(CostModel(hardware_of(parse_config(HERE))))
+    costs = Costs(
+        lambda region, index: 1e-3,
+        lambda op: 1e-3 if op.name else 0.0,
+        op_scratch=op_scratch,
+        step_op_scratch=step_op_scratch,
+    )
     links = {"disk": link or Link(1e9, 1e9)}
     simulation = simulate(graph, plans, Conditions(costs, links, gradients_stand=gradients_stand))
     assert graph.step is not None
