@@ -244,6 +244,13 @@ def exchange(
     return out
 
 
+def pretended_store() -> Any:
+    """The store of a process group whose ranks are not there; the backend ``fake`` comes with it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def size_of_group(name: str) -> int:
     """Number of ranks in the process group of this name; 0 where the name is not one's."""
     groups: Any = torch.distributed.distributed_c10d

@@ -24,7 +24,8 @@ class StepOp:
     `unpacks`: positions in the region's `packed` that autograd picks up just before; it lets go of `releases` just
     after. `allocated_bytes` come with its outputs and `freed_bytes` go before the next op begins; `gradient_bytes` of
     those that come are a parameter's gradient and stay. `accumulated_bytes` are those of gradients, this op's or
-    earlier ones', that autograd adds, just after, to such as stand already. `signature` tells name, shapes and dtypes.
+    earlier ones', that autograd adds, just after, to such as stand already. An op that makes a parameter's gradient
+    reads `upstream_bytes` of other gradients. `signature` tells name, shapes and dtypes.
     """
 
     name: str
@@ -36,6 +37,7 @@ class StepOp:
     freed_bytes: int
     gradient_bytes: int = 0
     accumulated_bytes: int = 0
+    upstream_bytes: int = 0
     unpacks: tuple[int, ...] = ()
     releases: tuple[int, ...] = ()
     group_size: int = 0

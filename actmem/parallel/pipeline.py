@@ -19,7 +19,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from transformers import PreTrainedModel
 
-from actmem.runtime.pipeline import Group, PipelineAction, PipelineSwaps
+from actmem.planning.actions import Group, PipelineAction
+from actmem.runtime.pipeline import PipelineSwaps
 
 LossOfStates = Callable[[Tensor, Tensor], Tensor]
 """From the last stage's hidden states and a micro-batch's targets to its loss, a scalar."""

@@ -49,12 +49,13 @@ class Costs:
 @dataclass(frozen=True, slots=True)
 class Slice:
     """One op of a course: its name, whether it is run again, its seconds, and the layer's own bytes that stand while it
-    runs."""
+    runs. `for_weights`: it makes a parameter's gradient."""
 
     name: str
     again: bool
     seconds: float
     standing_bytes: int
+    for_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,11 @@ class Course:
     def backward_seconds(self) -> float:
         """Of all ops together, those that are run again included."""
         return sum(each.seconds for each in self.backward)
+
+    @cached_property
+    def upstream_bytes(self) -> int:
+        """Gradients that have to stay where those of the weights are made later."""
+        return sum(op.upstream_bytes for op in self.fates.graph.backward)
 
     @cached_property
     def replay_seconds(self) -> float:
@@ -238,7 +244,9 @@ class _Backward:
             seconds += op.accumulated_bytes / self._costs.accumulate_bytes_per_second
             freed += op.accumulated_bytes
         if seconds or op.allocated_bytes:
-            self.slices.append(Slice(op.name, False, seconds, self.standing + self._costs.step_op_scratch(op)))
+            stands = self.standing + self._costs.step_op_scratch(op)
+            for_weights = bool(op.gradient_bytes or op.accumulated_bytes)
+            self.slices.append(Slice(op.name, False, seconds, stands, for_weights))
         self.standing -= freed
 
     def _pick_up(self, value: int) -> None:

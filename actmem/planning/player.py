@@ -16,10 +16,13 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from actmem.graph import Standing
-from actmem.planning.course import Course, Swap
+from actmem.planning.course import Course, Slice, Swap
 from actmem.planning.plan import Tier
 from actmem.planning.simulation import HELD, Conditions, LayerPlan, Moment
 from actmem.planning.surroundings import GapCourse, Surroundings
+
+Part = Literal["whole", "inputs", "weights"]
+"""Of a backward pass: some schedules part that to the inputs from that to the weights."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +56,14 @@ class Call:
         self.swaps = swaps
         self.away: list[list[_Away]] = [[] for _ in courses]
 
+    def again(self, name: str, *, swaps: bool) -> Call:
+        """Another batch on the same way."""
+        return Call(self.around, self.courses, self.plans, name=name, swaps=swaps)
+
+    def go_on_as(self, other: Call, name: str) -> None:
+        """Take from here on the way of `other`, under the same plans: parameters may have gradients by now."""
+        self.around, self.courses, self.name = other.around, other.courses, name
+
     @cached_property
     def replay_seconds(self) -> float:
         """Spent on ops that are run again."""
@@ -78,7 +89,7 @@ class Player:
         self.held = self.beside = 0
         self.peak = Peak(0, "", 0, 0, 0)
         self.timeline: list[tuple[float, int]] = []
-        self._conditions = conditions
+        self.conditions = conditions
         self._moving = 0
         self._links_free: dict[tuple[Tier, str], float] = defaultdict(float)
         self._leaving: deque[_Away] = deque()
@@ -93,18 +104,22 @@ class Player:
             self._forward(call, layer)
         self._pass_gap(call, call.around.forward_gaps[last], "behind the layers, forward")
 
-    def backward(self, call: Call) -> None:
-        """Run its backward pass."""
+    def backward(self, call: Call, part: Part = "whole") -> None:
+        """Run its backward pass, or a part of it."""
         last = len(call.courses)
-        self._pass_gap(call, call.around.backward_gaps[last], "behind the layers, backward")
+        if part != "whole":
+            self.held += call.around.upstream_bytes if part == "inputs" else -call.around.upstream_bytes
+        if part != "weights":
+            self._pass_gap(call, call.around.backward_gaps[last], "behind the layers, backward")
         for layer in reversed(range(last)):
-            self._backward(call, layer)
-            self._pass_gap(call, call.around.backward_gaps[layer], f"before layer {layer}, backward")
+            self._backward(call, layer, part)
+            if part != "weights":
+                self._pass_gap(call, call.around.backward_gaps[layer], f"before layer {layer}, backward")
 
     def expect(self, call: Call) -> None:
         """The backward pass of a call is near: start the way back of what its last layers have away."""
         self._let_leave()
-        for away in list(reversed(call.away))[: self._conditions.prefetch + 1]:
+        for away in list(reversed(call.away))[: self.conditions.prefetch + 1]:
             self._wanted.extend(reversed(away))
         self._start_reloads()
 
@@ -128,7 +143,7 @@ class Player:
         self._let_leave()
         self.held += course.held_bytes
 
-    def _backward(self, call: Call, layer: int) -> None:
+    def _backward(self, call: Call, layer: int, part: Part) -> None:
         course, around = call.courses[layer], call.around.backward_bytes[layer]
         self._let_leave()
         self.held -= course.held_bytes
@@ -140,22 +155,28 @@ class Player:
                 self._wait_for(to_need.popleft())
             where = f"layer {layer}, {'again' if op.again else 'backward'}: {op.name}"
             self._note(call, around, op.standing_bytes, where)
-            self.now += op.seconds
+            self.now += op.seconds if _runs(op, part) else 0.0
             while to_let_go and to_let_go[-1].swap.let_go <= index:
                 self._moving -= to_let_go.pop().swap.num_bytes
+        if part == "weights":
+            self.held -= course.upstream_bytes
+        if part == "inputs":  # the other part reads it all again
+            self.held += course.held_bytes + course.upstream_bytes
+            for away in own:
+                away.is_here, away.arrives = False, None
 
     def _send(self, call: Call, layer: int, swap: Swap) -> None:
         away = _Away(swap, call.plans[layer].tiers[swap.storage])
         call.away[layer].append(away)
         self._moving += swap.num_bytes
         on_the_way = sum(each.swap.num_bytes for each in self._leaving)
-        if call.swaps and on_the_way + swap.num_bytes <= self._conditions.in_flight_limit:
+        if call.swaps and on_the_way + swap.num_bytes <= self.conditions.in_flight_limit:
             away.out_done = self._copy(away, "out")
             self._leaving.append(away)
 
     def _copy(self, away: _Away, direction: Literal["out", "in"]) -> float:
         """When a copy that is asked for now will be done."""
-        link = self._conditions.links[away.tier]
+        link = self.conditions.links[away.tier]
         rate = link.out_bytes_per_second if direction == "out" else link.in_bytes_per_second
         seconds = away.swap.num_bytes / rate
         begun = max(self.now, self._links_free[away.tier, direction])
@@ -174,7 +195,7 @@ class Player:
     def _want(self, call: Call, layer: int) -> None:
         """The backward pass has reached a layer: start the way back of what it and those ahead of it have away."""
         self._wanted.clear()
-        for ahead in range(layer, max(layer - self._conditions.prefetch, 0) - 1, -1):
+        for ahead in range(layer, max(layer - self.conditions.prefetch, 0) - 1, -1):
             self._wanted.extend(reversed(call.away[ahead]))
         self._start_reloads()
 
@@ -184,7 +205,7 @@ class Player:
         while self._wanted:
             away = self._wanted[0]
             if not away.is_here and away.arrives is None:
-                if coming + away.swap.num_bytes > self._conditions.in_flight_limit:
+                if coming + away.swap.num_bytes > self.conditions.in_flight_limit:
                     return
                 coming += away.swap.num_bytes
             self._bring(self._wanted.popleft())
@@ -211,6 +232,11 @@ class Player:
         self.timeline.append((self.now, total))
         if total > self.peak.num_bytes:
             self.peak = Peak(total, f"{call.name}{where}", self.held, self._moving, own)
+
+
+def _runs(op: Slice, part: Part) -> bool:
+    """Whether a part of a backward pass runs an op. What is made again is taken to be made again for each part."""
+    return op.again or part == "whole" or op.for_weights == (part == "weights")
 
 
 class Peak(NamedTuple):

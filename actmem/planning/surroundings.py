@@ -23,12 +23,15 @@ class GapCourse:
 @dataclass(frozen=True)
 class Surroundings:
     """Bytes that stand outside the layers' own memory when each layer's forward or backward pass begins, gradients that
-    layers behind it have made included, and the gaps."""
+    layers behind it have made included, and the gaps. `kept_bytes` of them come with the forward pass and stand when
+    it is over. `upstream_bytes` of gradients have to stay where those of the weights are made later."""
 
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
     forward_gaps: tuple[GapCourse, ...]
     backward_gaps: tuple[GapCourse, ...]
+    kept_bytes: int
+    upstream_bytes: int
 
     @property
     def seconds(self) -> float:
@@ -88,11 +91,13 @@ class _Survey:
 
     def run(self) -> Surroundings:
         forward_bytes, backward_bytes, forward_gaps, backward_gaps = [], [], [], []
+        before = self._standing
         for layer in range(len(self._layers)):
             forward_gaps.append(self._pass_gap(layer, False))
             forward_bytes.append(self._standing)
             self._standing += self._escaping[layer]
         forward_gaps.append(self._pass_gap(len(self._layers), False))
+        kept_bytes = self._standing - before
         backward_gaps.append(self._pass_gap(len(self._layers), True))
         for layer in reversed(range(len(self._layers))):
             backward_bytes.append(self._standing)
@@ -103,6 +108,8 @@ class _Survey:
             tuple(reversed(backward_bytes)),
             tuple(forward_gaps),
             tuple(reversed(backward_gaps)),
+            kept_bytes,
+            sum(op.upstream_bytes for gap in self._step.gaps for op in gap.backward),
         )
 
     def _note_escapes(self, layer: int) -> int:

@@ -10,29 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
 
+from actmem.planning.actions import Group, PipelineAction, gaps_of
 from actmem.runtime.swap.swapper import Swapper
-
-
-class Group(NamedTuple):
-    """One micro-batch in one stage: what is swapped in its forward pass comes back for its backward pass."""
-
-    stage: int
-    microbatch: int
-
-
-class PipelineAction(NamedTuple):
-    """One thing that a schedule has a rank compute: a forward pass, a backward pass or, where a schedule parts them,
-    the backward pass to the inputs and the one to the weights."""
-
-    kind: Literal["forward", "backward", "input", "weight"]
-    group: Group
-
-    @property
-    def reads_saved(self) -> bool:
-        """Whether what the forward pass saved is picked up."""
-        return self.kind != "forward"
 
 
 class PipelineSwaps:
@@ -73,15 +53,3 @@ class PipelineSwaps:
             if following is not None and following.reads_saved and following.group != action.group:
                 self._swapper.expect(following.group)
         yield
-
-
-def gaps_of(order: tuple[PipelineAction, ...]) -> dict[Group, int]:
-    """How many actions of a rank lie between each group's forward pass and the first that reads what it saved."""
-    forwards: dict[Group, int] = {}
-    gaps: dict[Group, int] = {}
-    for index, action in enumerate(order):
-        if not action.reads_saved:
-            forwards[action.group] = index
-        elif action.group in forwards:
-            gaps.setdefault(action.group, index - forwards[action.group] - 1)
-    return gaps

@@ -1,5 +1,6 @@
 """From a model to its graph, on real tensors or on none at all."""
 
-from actmem.tracing.trace import trace, trace_layers
+from actmem.tracing.sharding import Sharding
+from actmem.tracing.trace import trace, trace_layers, trace_stage
 
-__all__ = ["trace", "trace_layers"]
+__all__ = ["Sharding", "trace", "trace_layers", "trace_stage"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from actmem.graph import Call, Constant, Escape, Gap, Graph, RegionGraph, Standing, Step, StepOp
+from actmem.graph import Call, Constant, Escape, Gap, Graph, RegionGraph, Standing, Step, StepOp, Value
 from actmem.tracing.recorder import OWNED, Place, Seen, StepRecorder
 from actmem.tracing.structure import class_of, numbered
 
@@ -122,6 +122,7 @@ class _Assembly:
                     freed_bytes=self._freed[key, index],
                     gradient_bytes=self._gradients[key, index],
                     accumulated_bytes=self._accumulated[key, index],
+                    upstream_bytes=self._upstream_of(seen) if self._gradients[key, index] else 0,
                     unpacks=tuple(seen.unpacks),
                     releases=tuple(seen.releases),
                     group_size=seen.group_size,
@@ -152,6 +153,11 @@ class _Assembly:
             if storage in graph.packed_storages and not graph.storages[storage].constant
         }
 
+    def _upstream_of(self, op: Seen) -> int:
+        """Bytes of gradients that an op reads."""
+        made = (self._recorder.memories[number] for number in set(op.inputs) - {OWNED})
+        return sum(memory.num_bytes for memory in made if memory.made[0].backward)
+
     def _shared(self, layer: int) -> tuple[tuple[int, int], ...]:
         """A layer's own outputs that another layer takes, and inputs that others made or take as well."""
         elsewhere = {
@@ -175,8 +181,11 @@ class _Assembly:
                 continue
             if memory.accumulated is not None:
                 joined, before = memory.accumulated
-                self._gradients[place.key, index] += memory.num_bytes
-                self._accumulated[(joined.key, before - 1) if before else (place.key, index)] += memory.num_bytes
+                share, end = -(-memory.num_bytes // memory.num_ranks), (joined.key, before - 1)
+                end = end if before else (place.key, index)
+                self._gradients[place.key, index] += share
+                self._accumulated[end] += share
+                self._freed[end] += memory.num_bytes - share
             if number not in added_in_place:
                 self._allocated[place.key, index] += memory.num_bytes
             if number in constants and not place.backward:
@@ -239,6 +248,26 @@ class _Assembly:
 
     def _last(self, gap: int) -> int:
         return len(self._ops(gap, False, True))
+
+
+def with_standing_input(graph: Graph) -> Graph:
+    """The same where what the first layer is given stands whatever the layers do, so that it is none of theirs."""
+    (name, kind), *others = graph.layers.items()
+    layer = graph.kinds[kind]
+    given = next((value.storage for value in layer.values if value.producer is None and _is_state(layer, value)), None)
+    if given is None:
+        return graph
+    storages = tuple(
+        replace(each, constant=True) if index == given else each for index, each in enumerate(layer.storages)
+    )
+    own = numbered(class_of(kind), map(class_of, graph.kinds))
+    kinds = {each: graph.kinds[each] for each in dict.fromkeys(kind for _, kind in others)}
+    return replace(graph, layers={name: own, **dict(others)}, kinds={own: replace(layer, storages=storages), **kinds})
+
+
+def _is_state(layer: RegionGraph, value: Value) -> bool:
+    storage = layer.storages[value.storage]
+    return storage.kind == "input" and not storage.constant
 
 
 def _left_by(ops: Sequence[StepOp]) -> int:

@@ -8,9 +8,10 @@ on to. On real tensors it has to hold them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,13 +73,14 @@ class Place:
 class Memory:
     """A storage: its size, the op that made it, and the op before which it was found to be gone. `let_go`: that before
     which the last op outside the layers whose autograd saved it let it go. `accumulated`: that before which it became a
-    parameter's gradient."""
+    parameter's gradient, which is shared out over `num_ranks`."""
 
     num_bytes: int
     made: tuple[Place, int]
     gone: tuple[Place, int] | None = None
     let_go: tuple[Place, int] | None = None
     accumulated: tuple[Place, int] | None = None
+    num_ranks: int = 1
 
 
 class StepRecorder(DispatchMode):
@@ -99,12 +101,15 @@ class StepRecorder(DispatchMode):
         self._here = self._place(0, in_layer=False, backward=False)
 
     @contextmanager
-    def recording(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Record what runs inside, and what becomes a gradient of `parameters`; `begin_backward` tells where the
-        backward pass begins."""
+    def recording(self, parameters: Mapping[Tensor, int]) -> Iterator[None]:
+        """Record what runs inside, and what becomes a gradient of `parameters`, shared out over so many ranks each;
+        `begin_backward` tells where the backward pass begins."""
         runners = {layer: _Runner(self, index) for index, layer in enumerate(self._layers)}
         interception = Interception(dict(runners))
-        hooks = [each.register_post_accumulate_grad_hook(self._note_gradient) for each in parameters]
+        hooks = [
+            each.register_post_accumulate_grad_hook(partial(self._note_gradient, num_ranks=ranks))
+            for each, ranks in parameters.items()
+        ]
         try:
             with self, saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -118,9 +123,10 @@ class StepRecorder(DispatchMode):
         """The forward pass, the loss included, is done."""
         self._here = self._place(len(self._layers), in_layer=False, backward=True)
 
-    def _note_gradient(self, parameter: Tensor) -> None:
+    def _note_gradient(self, parameter: Tensor, num_ranks: int) -> None:
         if parameter.grad is not None and (number := self._number_of(parameter.grad)) != OWNED:
-            self.memories[number].accumulated = (self._here, len(self._here.ops))
+            memory = self.memories[number]
+            memory.accumulated, memory.num_ranks = (self._here, len(self._here.ops)), num_ranks
 
     def ops_of(self, layer: int) -> list[Seen]:
         """What a layer ran in its forward pass."""

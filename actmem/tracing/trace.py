@@ -17,12 +17,12 @@ from transformers.utils.generic import ModelOutput
 
 from actmem._compat import DATA_DEPENDENT_ERRORS, FakeGroupedProducts, FakeTensorMode, likeness
 from actmem.errors import ApplyError
-from actmem.graph import Graph, RegionGraph, Standing
+from actmem.graph import Graph, RegionGraph
 from actmem.models.packing import one_sequence_a_row
 from actmem.runtime import apply
-from actmem.runtime.kinds import num_bytes
-from actmem.tracing.assembly import assemble
+from actmem.tracing.assembly import assemble, with_standing_input
 from actmem.tracing.recorder import StepRecorder
+from actmem.tracing.sharding import WHOLE, Sharding
 from actmem.tracing.structure import class_of, first_of_each, numbered, until_all_ran
 
 Loss = Callable[[nn.Module, Mapping[str, object]], Tensor]
@@ -35,16 +35,48 @@ def trace(
     *,
     loss: Loss | None = None,
     regions: Sequence[nn.Module | str] | None = None,
+    sharding: Sharding = WHOLE,
 ) -> Graph:
     """The graph of a training step of `model` on the keyword arguments `batch`.
 
     `loss` runs the model forward and returns a scalar; by default that is the ``loss`` of the model's output, as
     Hugging Face models give it for a batch with labels, and the sum of its first output where there is none. For a
     model on the meta device the tensors in `batch` give shapes and dtypes alone, and each row is taken for one
-    sequence. `regions` are the layers, as `apply` takes them. Autocast is that of the caller, in the forward pass
-    alone. The model's gradients and the random state stay as they are.
+    sequence. `regions` are the layers, as `apply` takes them. `sharding` is how FSDP2 shares parameters out. Autocast
+    is that of the caller, in the forward pass alone. The model's gradients and the random state stay as they are.
     Raises `ApplyError` for a model that cannot be planned, or a loss that is none, and what the model itself raises.
     """
+    return _trace(model, batch, loss=loss, regions=regions, sharding=sharding)
+
+
+def trace_stage(
+    stage: nn.Module,
+    batch: Mapping[str, object],
+    *,
+    forward: Loss,
+    sharding: Sharding = WHOLE,
+) -> Graph:
+    """As `trace`, of one stage of a pipeline: `forward` runs the stage on `batch`.
+
+    In the last stage it gives a loss. Another's backward pass begins with the gradient of its states, which ``batch``
+    then has by the name of ``gradient``. The states that a stage is given, ``states`` in `batch`, are one of the
+    buffers that stand all the time, unless they are tokens.
+    """
+    gradient = "gradient" if "gradient" in batch else None
+    graph = _trace(stage, batch, loss=forward, regions=None, sharding=sharding, gradient=gradient)
+    given = batch["states"]
+    return with_standing_input(graph) if isinstance(given, Tensor) and given.is_floating_point() else graph
+
+
+def _trace(
+    model: nn.Module,
+    batch: Mapping[str, object],
+    *,
+    loss: Loss | None,
+    regions: Sequence[nn.Module | str] | None,
+    sharding: Sharding,
+    gradient: str | None = None,
+) -> Graph:
     graph = trace_layers(model, batch, loss=loss, regions=regions)
     names = list(graph.layers)
     device = _device_of(model)
@@ -52,18 +84,22 @@ def trace(
         layers = [model.get_submodule(name) for name in names]
         given = [each for each in arguments.values() if isinstance(each, Tensor)]
         recorder = StepRecorder(layers, (*leaves, *buffers, *given), holds=not _is_without_numbers(model))
-        with recorder.recording(each for each in leaves if each.requires_grad):
+        num_ranks = map(sharding.num_ranks, model.parameters())
+        with recorder.recording(
+            {each: ranks for each, ranks in zip(leaves, num_ranks, strict=True) if each.requires_grad}
+        ):
             lost = run(loss or default_loss, arguments)
-            _refuse_no_loss(lost)
+            if gradient is None:
+                _refuse_no_loss(lost)
             recorder.begin_backward()
             with _out_of_autocast(device):
-                lost.backward()
+                lost.backward(None if gradient is None else arguments[gradient])
         del lost
     _refuse_uneven(names, graph, recorder)
     if _is_without_numbers(model):
         _refuse_unlike(graph, recorder)
     tokens = next((each.numel() for each in batch.values() if isinstance(each, Tensor)), 0)
-    return assemble(graph, recorder, _standing(model), tokens)
+    return assemble(graph, recorder, sharding.standing(model, layers), tokens)
 
 
 def trace_layers(
@@ -209,16 +245,6 @@ def _refuse_unlike(graph: Graph, recorder: StepRecorder) -> None:
                 f"{name} is built like {first} but runs other ops; a step is planned for layers that do what their "
                 "modules tell: choose a policy by name"
             )
-
-
-def _standing(model: nn.Module) -> Standing:
-    trained = sum(map(num_bytes, (each for each in model.parameters() if each.requires_grad)))
-    return Standing(
-        parameters=sum(map(num_bytes, model.parameters())),
-        buffers=sum(map(num_bytes, model.buffers())),
-        gradients=trained,
-        optimizer=2 * trained,
-    )
 
 
 @contextmanager

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -27,7 +25,7 @@ from actmem.parallel.world import World
 from actmem.planning import Plan
 from actmem.runtime import Applied, apply
 from actmem.runtime.pipeline import PipelineSwaps
-from actmem.training.loss import Loss, next_token_loss, states_loss
+from actmem.training.loss import Loss, next_token_loss, plain, spread_logits, states_loss
 from actmem.training.packing import Batch
 
 
@@ -90,12 +88,7 @@ class _LossModule(nn.Module):
         """The cross-entropy, and the router's loss where there is one."""
         with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=self._autocast):
             loss = next_token_loss(self.model, Batch(inputs, targets), num_targets=num_targets, kind=self._kind)
-        return _plain(loss.cross_entropy), loss.router
-
-
-def _plain(loss: Tensor) -> Tensor:
-    """A loss that was worked out on logits cut along the vocabulary is a distributed tensor, the same on all ranks."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return plain(loss.cross_entropy), loss.router
 
 
 class _WholeSteps:
@@ -108,7 +101,7 @@ class _WholeSteps:
     def gradients(self, batches: Sequence[Batch], num_targets: int) -> Loss:
         losses = []
         for index, batch in enumerate(batches):
-            with self._told(is_last=index == len(batches) - 1), _spread_logits(self._config):
+            with self._told(is_last=index == len(batches) - 1), spread_logits(self._config.parallel):
                 loss = Loss(*self._module(batch.inputs, batch.targets, num_targets))
                 loss.total().backward()
             losses.append(loss.detached())
@@ -117,7 +110,7 @@ class _WholeSteps:
         return Loss(cross_entropy, torch.stack(router).sum() if router else None)
 
     def evaluate(self, batch: Batch, num_targets: int) -> Tensor:
-        with _spread_logits(self._config):
+        with spread_logits(self._config.parallel):
             cross_entropy: Tensor = self._module(batch.inputs, batch.targets, num_targets)[0]
         return cross_entropy
 
@@ -126,12 +119,6 @@ class _WholeSteps:
         if isinstance(self._module, DistributedDataParallel) and not is_last:
             return self._module.no_sync()
         return nullcontext()
-
-
-def _spread_logits(config: RunConfig) -> AbstractContextManager[Any]:
-    """The context in which logits may be cut along the vocabulary, for forward and backward passes alike."""
-    parallel = config.parallel
-    return loss_parallel() if parallel.loss_parallel and parallel.tp_size > 1 else nullcontext()
 
 
 def _pipeline(model: PreTrainedModel, config: RunConfig, plan: Plan | RunConfig, world: World) -> LaidOut:
@@ -196,13 +183,13 @@ class _PipelineSteps:
 
     def gradients(self, batches: Sequence[Batch], num_targets: int) -> Loss:
         self._num_targets = num_targets
-        with _spread_logits(self._config):
+        with spread_logits(self._config.parallel):
             losses = [self._pipeline.step(batch.inputs, batch.targets) for batch in batches]
         return Loss(self._own(losses), None)
 
     def evaluate(self, batch: Batch, num_targets: int) -> Tensor:
         self._num_targets = num_targets
-        with _spread_logits(self._config):
+        with spread_logits(self._config.parallel):
             return self._own([self._pipeline.evaluate(batch.inputs, batch.targets)])
 
     def _own(self, losses: Sequence[Tensor | None]) -> Tensor:
@@ -212,4 +199,4 @@ class _PipelineSteps:
     def _loss(self, states: Tensor, targets: Tensor) -> Tensor:
         assert self._model is not None, "only the last stage is asked"
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
-            return _plain(states_loss(self._model, states, targets, kind=self._kind)) / self._num_targets
+            return plain(states_loss(self._model, states, targets, kind=self._kind)) / self._num_targets

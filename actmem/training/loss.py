@@ -9,15 +9,19 @@ the CPU takes more memory for them than whole logits do, so it does not serve.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from actmem.config.schema import ParallelConfig
 from actmem.training.packing import Batch
 
 IGNORED = -100
@@ -68,6 +72,16 @@ def states_loss(
     if kind == "chunked":
         return chunked_cross_entropy(hidden, head.weight, targets)
     return functional.cross_entropy(head(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def plain(loss: Tensor) -> Tensor:
+    """A loss that was worked out on logits cut along the vocabulary is a distributed tensor, the same on all ranks."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def spread_logits(parallel: ParallelConfig) -> AbstractContextManager[Any]:
+    """The context in which logits may be cut along the vocabulary, for forward and backward passes alike."""
+    return loss_parallel() if parallel.loss_parallel and parallel.tp_size > 1 else nullcontext()
 
 
 def _router_loss(model: PreTrainedModel, router_logits: Any) -> Tensor:

@@ -20,8 +20,9 @@ from actmem.config.schema import ModelConfig, ParallelConfig, ScheduleName
 from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
 from actmem.models.building import build_model
 from actmem.parallel.pipeline import Pipeline, StageShape, cut, layers_here
+from actmem.planning.actions import Group, PipelineAction, gaps_of
 from actmem.runtime import apply
-from actmem.runtime.pipeline import Group, PipelineAction, PipelineSwaps, gaps_of
+from actmem.runtime.pipeline import PipelineSwaps
 from actmem.runtime.swap.counters import SwapCounters
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
