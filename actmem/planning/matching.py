@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from actmem.config.layers import to_ranges
@@ -13,7 +13,7 @@ from actmem.config.patterns import SlowPatternError, hits, hits_communication, m
 from actmem.config.schema import RunConfig
 from actmem.config.settings import COMM, EXCLUDE, OP_SWAP, SELECT, Setting, settings_in_effect
 from actmem.graph import Graph
-from actmem.planning.sections import pattern_of_excluded, recomputed_layers
+from actmem.planning.sections import excluded_names, pattern_of_excluded
 
 _NUM_NEAREST = 3
 _CLOSE_ENOUGH = 0.6
@@ -44,14 +44,7 @@ def match_patterns(config: RunConfig, graph: Graph) -> list[Match]:
     """Every pattern of the sections that is in effect, on the layers of `graph`."""
     settings = settings_in_effect(config, SELECT, EXCLUDE, COMM, OP_SWAP)
     found = [_match(setting, graph, _hits_of(setting)) for setting in settings if setting.pattern is not None]
-    return [*found, *_match_excluded(config, graph)]
-
-
-def _match_excluded(config: RunConfig, graph: Graph) -> Iterator[Match]:
-    layers, excluded = recomputed_layers(config), config.recompute.exclude_op
-    if isinstance(excluded, tuple) and layers:
-        for text in excluded:
-            yield _match(Setting(EXCLUDE, (), layers, text), graph, _excluded_ops)
+    return [*found, *(_match(setting, graph, _excluded_ops) for setting in excluded_names(config))]
 
 
 def _match(setting: Setting, graph: Graph, find: Find) -> Match:

@@ -61,7 +61,11 @@ def _rule_to_dict(rule: Rule) -> dict[str, Any]:
     }
     if rule.reach != "op":
         data["reach"] = rule.reach
-    return data if rule.tier is None else data | {"tier": rule.tier}
+    if rule.tier is not None:
+        data["tier"] = rule.tier
+    if rule.label is not None:
+        data["from"] = rule.label
+    return data
 
 
 class _PlanReader:
@@ -100,7 +104,7 @@ class _PlanReader:
             self._faults.append(f"{where}: {item!r} is not a mapping of layers, ops and action")
             return None
         before = len(self._faults)
-        self._known(item, {"layers", "ops", "action", "tier", "reach"}, where)
+        self._known(item, {"layers", "ops", "action", "tier", "reach", "from"}, where)
         pattern = self._pattern(item.get("ops"), where)
         layers = self._layers(item.get("layers", "all"), where)
         actions = {action.value: action for action in Action}
@@ -109,9 +113,10 @@ class _PlanReader:
             self._faults.append(f"{where}.action: {item.get('action')!r}; allowed: {sorted(actions)}")
         tier = self._tier(item.get("tier"), action, where)
         reach = self._reach(item.get("reach", "op"), where)
+        label = self._label(item.get("from"), where)
         if len(self._faults) > before or action is None:
             return None
-        return Rule(pattern, action, layers, tier, reach)
+        return Rule(pattern, action, layers, tier, reach, label)
 
     def _tier(self, tier: object, action: Action | None, where: str) -> Tier | None:
         for known in TIERS:
@@ -129,6 +134,12 @@ class _PlanReader:
                 return known
         self._faults.append(f"{where}.reach: {reach!r}; allowed: {sorted(REACHES)}")
         return "op"
+
+    def _label(self, label: object, where: str) -> str | None:
+        if label is None or isinstance(label, str):
+            return label
+        self._faults.append(f"{where}.from: {label!r}; allowed: a text that names the setting behind the rule, or none")
+        return None
 
     def _prefetch(self, prefetch: object) -> int:
         if isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0:

@@ -237,6 +237,31 @@ def test_the_reach_of_a_rule_survives_the_file(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.yaml") == made
 
 
+LABELS = [
+    r"recompute.select_module '.*mlp'",
+    "recompute.full_recompute_layer",
+    "recompute.exclude_op 'a.b'",
+    "recompute.exclude_op 'mm'",
+    r"recompute_comm.select_module '.*\.all_gather'",
+    "swap.op_swap 'self_attn'",
+    "swap.layer_swap",
+]
+
+
+def test_rules_are_named_as_their_settings_were_written_in_plan_files_too(tmp_path: Path) -> None:
+    made = plan(
+        r"recompute: {mode: select, select_module: {'.*mlp': [0]}, full_recompute_layer: [1], exclude_op: ['a.b', mm]}"
+        "\n"
+        r"recompute_comm: {enable: true, select_module: {'.*\.all_gather': [0]}}" + "\n"
+        "swap: {enable: true, layer_swap: [{layers: [2]}], op_swap: [{op_name: self_attn, layers: [0]}]}"
+    )
+    made.save(tmp_path / "plan.yaml")
+    assert [rule.name for rule in made.rules] == LABELS
+    assert [rule.name for rule in Plan.load(tmp_path / "plan.yaml").rules] == LABELS
+    assert [rule.name for rule in plan("activation_swap: attention").rules] == ["activation_swap"]
+    assert Rule("a", Action.SAVE).name == "'a'"
+
+
 def test_a_reach_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text("actmem_plan: 1\nrules: [{ops: '(a|a)*', action: save, reach: above}]\n")
