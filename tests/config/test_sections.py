@@ -102,6 +102,8 @@ SOUND: list[tuple[str, list[tuple[int, ...]]]] = [
     (SELECT % "{'.*mlp': [0-3]}" + "\nactivation_swap: attention", [(0, 1, 2, 3)]),
     (SELECT % "{sdpa|mlp: [0]}" + "\n" + OPS.replace(".*mlp", r".*\.sdpa") % "[0]", [(0,), (0,)]),
     (SWAP % "[0]" + "\nactivation_swap: attention", [(0,)]),
+    (COMM % r"{'mlp\.all_gather': [0-3]}" + "\nactivation_swap: attention", [(0, 1, 2, 3)]),
+    (COMM % r"{'.*self_attn': [0]}" + "\nactivation_swap: attention", [(0,)]),  # a module, so of no effect
     ("recompute: {mode: None, full_recompute_layer: [0-2]}\n" + SWAP % "[0-2]", [(0, 1, 2), (0, 1, 2)]),
     ("recompute: {mode: full, full_recompute_layer: [0], select_module: {x: [1]}}\n" + OPS % "[1]", [(0,), (1,), (1,)]),
     (FULL % "[0-2]" + "\nswap: {enable: false, layer_swap: [{layers: [0-2]}]}", [(0, 1, 2), (0, 1, 2)]),
@@ -285,6 +287,32 @@ WRONG: list[tuple[str, str, str]] = [
     (FULL % "[0]" + "\nactivation_swap: attention", "activation_swap", f"is also recomputed, by {FRL}: layer 0"),
     (SELECT % "{'.*q_proj': [0]}" + "\nactivation_swap: attention", "activation_swap", "self_attn.q_proj.t in layer 0"),
     (COMM % r"{'.*\.all_gather': [0]}" + "\n" + SWAP % "[0]", f"{S}.layer_swap[0].layers", "is also recomputed"),
+    (
+        COMM % r"{'.*\.all_gather': [0]}" + "\nactivation_swap: attention",
+        "activation_swap",
+        "all_gather_into_tensor in",
+    ),
+    (COMM % r"{'.*\.AllReduce': [0]}" + "\n" + OPS % "[0]", f"{S}.op_swap[0].layers", "mlp.all_reduce in layer 0"),
+    (
+        COMM % "{'.*': [0]}" + "\n" + OPS.replace(".*mlp", ".*wait_tensor") % "[0]",
+        f"{S}.op_swap[0].layers",
+        "tensor in",
+    ),
+    (
+        SELECT % "{'.*q_proj': [0]}" + "\n" + OPS.replace(".*mlp", ".*addmm") % "[0]",
+        f"{S}.op_swap[0].layers",
+        "self_attn.q_proj.addmm in layer 0",
+    ),
+    (
+        SELECT % "{'.*_layernorm': [1]}" + "\n" + OPS.replace(".*mlp", ".*_to_copy") % "[0-1]",
+        f"{S}.op_swap[0].layers",
+        "input_layernorm._to_copy in layer 1",
+    ),
+    (
+        SELECT % "{'.*mlp': [0]}" + "\n" + OPS.replace(".*mlp", ".*reduce_scatter.*") % "[0]",
+        f"{S}.op_swap[0].layers",
+        "mlp.reduce_scatter_tensor in layer 0",
+    ),
     # unknown keys
     ("recompute: {mod: full}", f"{R}.mod", "is not a key of recompute"),
     ("recompute_com: {enable: true}", "recompute_com", "is not a key of the top level"),
