@@ -7,8 +7,8 @@ so that one pass finds every fault; only broken syntax ends it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -16,6 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
+from actmem.config.complaint import Complaint
 from actmem.config.schema import Section
 from actmem.config.shown import shown
 from actmem.config.wording import dotted
@@ -49,6 +50,20 @@ class Document:
                 return self.places[location[:end]]
         return None
 
+    def placed(self, fault: Fault) -> Fault:
+        """A fault that has no place yet, with that of its path, or of the nearest section around it that is written."""
+        if fault.line is not None:
+            return fault
+        known = {dotted(location): place for location, place in self.places.items() if location}
+        around = [path for path in known if fault.path == path or fault.path.startswith((f"{path}.", f"{path}["))]
+        line, column = (known[max(around, key=len)] if around else None) or (None, None)
+        return replace(fault, line=line, column=column)
+
+    def complained(self, complaint: Complaint) -> Fault:
+        """What a rule or a look at the layers finds wrong, as a fault with its place."""
+        found = {"value": complaint.value, "allowed": complaint.allowed, "nearest": complaint.nearest}
+        return self.fault(complaint.location, complaint.problem, **found)
+
     def fault(self, location: Location, problem: str, **details: Any) -> Fault:
         """A fault at `location`, with its line and column filled in."""
         line, column = self.place(location) or (None, None)
@@ -72,6 +87,11 @@ def read_document(text: str) -> Document:
     except (YAMLError, ValueError, OverflowError) as error:  # an escape such as \UFFFFFFFF breaks ruamel itself
         document.faults = [Fault("YAML", f"cannot be read: {error}", line=1, column=1)]
     return document
+
+
+def in_order(faults: Iterable[Fault]) -> list[Fault]:
+    """Faults by their place; what has none, such as an override, comes last and keeps its order."""
+    return sorted(faults, key=lambda fault: (fault.line or float("inf"), fault.column or 0))
 
 
 def from_mapping(mapping: Mapping[str, object]) -> Document:

@@ -10,11 +10,12 @@ nothing on the disk or a device is touched.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from actmem.config.document import UNREADABLE, Document, Location, from_mapping, read_document
+from actmem.config.document import UNREADABLE, Document, Location, from_mapping, in_order, read_document
 from actmem.config.overrides import apply_overrides
 from actmem.config.rules import RULES
 from actmem.config.schema import MemoryConfig, RunConfig
@@ -27,6 +28,16 @@ _MAX_FILE_BYTES = 2**20
 _STAND_INS: dict[str, dict[str, object]] = {"model": {}, "data": {"path": ["*"]}}
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What came of a configuration: itself, as far as it is sound (``None``: no section can be told), all of its
+    faults in the order of the file, and where in the file everything stands."""
+
+    config: RunConfig | None
+    faults: tuple[Fault, ...]
+    document: Document
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run configuration in the YAML file at `path`, with overrides such as ``train.steps=20`` laid over it.
 
@@ -35,11 +46,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises `ConfigError` with every fault of the file and the overrides.
     """
+    return _sound(read_config(path, overrides), str(path))
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
+    """As `load_config`, for whoever wants to look further, beyond the faults that there are."""
     try:
         text = _read_text(Path(path))
     except (OSError, ValueError) as error:
-        raise ConfigError([_file_fault(path, error)], str(path)) from None
-    return parse_config(text, str(path), overrides)
+        return Reading(None, (_file_fault(path, error),), Document())
+    return _read(read_document(text), overrides)
 
 
 def parse_config(
@@ -51,11 +67,7 @@ def parse_config(
     mapping or an override have no line.
     """
     read = read_document(text_or_mapping) if isinstance(text_or_mapping, str) else from_mapping(text_or_mapping)
-    document = apply_overrides(read, overrides)
-    config, faults = _validate(document)
-    if config is None or faults:
-        raise ConfigError(sorted(faults, key=_file_order), source)
-    return config
+    return _sound(_read(read, overrides), source)
 
 
 def parse_sections(sections: Mapping[str, object], num_layers: int | None) -> RunConfig:
@@ -83,6 +95,18 @@ def parse_memory(settings: Mapping[str, object]) -> MemoryConfig:
         details = error.errors(include_url=False)
         found = [field_fault(document, each["type"], ("memory", *each["loc"]), each["input"]) for each in details]
         raise ConfigError(found, "the memory settings") from None
+
+
+def _read(document: Document, overrides: Sequence[str]) -> Reading:
+    document = apply_overrides(document, overrides)
+    config, faults = _validate(document)
+    return Reading(config, tuple(in_order(faults)), document)
+
+
+def _sound(reading: Reading, source: str | None) -> RunConfig:
+    if reading.config is None or reading.faults:
+        raise ConfigError(reading.faults, source)
+    return reading.config
 
 
 def _validate(document: Document) -> tuple[RunConfig | None, list[Fault]]:
@@ -153,14 +177,8 @@ def _rule_faults(document: Document, config: RunConfig, faulty: set[Location]) -
         for found in rule.check(config):
             if found.value is UNREADABLE:
                 continue
-            location = (*found.field.split("."), *found.inside)
-            faults.append(document.fault(location, found.problem, value=found.value, allowed=found.allowed))
+            faults.append(document.complained(found))
     return faults
-
-
-def _file_order(fault: Fault) -> tuple[float, int]:
-    """By place; what has none, such as an override, comes last and keeps its order."""
-    return fault.line or float("inf"), fault.column or 0
 
 
 def _read_text(path: Path) -> str:

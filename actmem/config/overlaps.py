@@ -17,6 +17,9 @@ from actmem.config.settings import COMM, FULL, LAYER_SWAP, OP_SWAP, SELECT, Sett
 ATTENTION_PATTERN = r"(.*\.)?self_attn"
 """What `activation_swap: attention` swaps, with all below it."""
 
+ALLOWED_FATES = "layers and modules that are either recomputed or swapped"
+"""What two settings may speak of side by side."""
+
 
 @dataclass(frozen=True)
 class Overlap:

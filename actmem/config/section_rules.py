@@ -11,7 +11,7 @@ from functools import partial
 
 from actmem.config.complaint import Complaint, Rule
 from actmem.config.layers import bad_entries, span_of
-from actmem.config.overlaps import overlaps
+from actmem.config.overlaps import ALLOWED_FATES, overlaps
 from actmem.config.patterns import pattern_problem
 from actmem.config.schema import RunConfig
 from actmem.config.settings import COMM, FULL, LAYER_FIELDS, LAYER_SWAP, OP_SWAP, SELECT, settings_in
@@ -123,9 +123,8 @@ def _sound_patterns(field: str, config: RunConfig) -> Iterator[Complaint]:
 def _one_fate(config: RunConfig) -> Iterator[Complaint]:
     for overlap in overlaps(config):
         problem = f"is also recomputed, by {overlap.recomputed.name}: {overlap.where}"
-        allowed = "layers and modules that are either recomputed or swapped"
         swapped = overlap.swapped
-        yield Complaint(swapped.field, problem, swapped.pattern or swapped.entries, allowed, swapped.inside)
+        yield Complaint(swapped.field, problem, swapped.pattern or swapped.entries, ALLOWED_FATES, swapped.inside)
 
 
 SECTION_RULES = (

@@ -83,7 +83,8 @@ class Deeds:
         reasons = dict.fromkeys(reason for rules, fates in met for reason in _obstacles(rule, rules, fates))
         if not reasons:  # it matches no op, but the input
             reasons = dict.fromkeys(_obstacle_of_input(rule, fates) for _, fates in met)
-        return f"what it matches {', or '.join(reasons)}"
+        telling = sorted(reasons, key=lambda reason: reason in (_NOT_SAVED, _VIEW))
+        return f"what it matches {', or '.join(telling)}"
 
 
 def idle_rules(deeds: Deeds, source: Source) -> list[IdleRule]:

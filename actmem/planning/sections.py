@@ -17,11 +17,22 @@ from actmem.config.op_names import FAMILIAR_NAMES
 from actmem.config.overlaps import ATTENTION_PATTERN
 from actmem.config.schema import RunConfig
 from actmem.config.section_rules import used_sections
-from actmem.config.settings import COMM, EXCLUDE, FULL, LAYER_SWAP, OP_SWAP, SELECT, Setting, settings_in_effect
+from actmem.config.settings import (
+    COMM,
+    EXCLUDE,
+    FULL,
+    LAYER_FIELDS,
+    LAYER_SWAP,
+    OP_SWAP,
+    SELECT,
+    Setting,
+    settings_in_effect,
+)
 from actmem.errors import PlanError
 from actmem.planning.plan import Action, Plan, Reach, Rule
 
 WHOLE_LAYER = ".*"
+_ATTENTION = "activation_swap"
 
 
 def plan_of(config: RunConfig) -> str | Path | Plan:
@@ -37,6 +48,12 @@ def plan_of(config: RunConfig) -> str | Path | Plan:
     if config.plan is not None or config.policy is not None:
         return config.plan or config.policy or "none"
     return plan_of_sections(config) if used_sections(config) else "none"
+
+
+def way_of(config: RunConfig) -> str:
+    """The setting that says what becomes of activations; the first, where the sections say it together."""
+    ways = {"memory_budget": config.memory_budget, "plan": config.plan, "policy": config.policy}
+    return next((way for way, value in ways.items() if value is not None), next(iter(used_sections(config)), "policy"))
 
 
 def name_of(plan: str | Path | Plan) -> str:
@@ -61,6 +78,15 @@ def excluded_names(config: RunConfig) -> list[Setting]:
     if not isinstance(excluded, tuple) or not layers:
         return []
     return [Setting(EXCLUDE, (), layers, text, (index,)) for index, text in enumerate(excluded)]
+
+
+def settings_by_name(config: RunConfig) -> dict[str, Setting]:
+    """The settings that are in effect, by the names that their rules have for a label; of several, the first."""
+    found = [*settings_in_effect(config, *LAYER_FIELDS), *excluded_names(config)]
+    by_name = {setting.name: setting for setting in reversed(found)}
+    if config.activation_swap != "none":
+        by_name[_ATTENTION] = Setting(_ATTENTION, (), (config.activation_swap,))
+    return by_name
 
 
 def pattern_of_excluded(text: str) -> str:
@@ -103,7 +129,7 @@ def _comm_rules(config: RunConfig) -> Iterator[Rule]:
 
 def _swap_rules(config: RunConfig) -> Iterator[Rule]:
     if config.activation_swap == "attention":
-        yield Rule(rf"{ATTENTION_PATTERN}\..*", Action.SWAP, label="activation_swap")
+        yield Rule(rf"{ATTENTION_PATTERN}\..*", Action.SWAP, label=_ATTENTION)
     for setting in settings_in_effect(config, OP_SWAP):
         yield _rule(setting, Action.SWAP, "below")
     layers = _union(setting.layers for setting in settings_in_effect(config, LAYER_SWAP))

@@ -16,8 +16,9 @@ from actmem.config.schema import MemoryConfig
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
 from actmem.planning import Action, Fingerprint, Plan, Policy, Rule
+from actmem.planning.clashes import refuse_clashes_in
 from actmem.planning.idle_rules import Deeds, idle_rules
-from actmem.planning.plan import Tier
+from actmem.planning.plan import INPUT_PATH, RuleSet, Tier
 from actmem.planning.policies import SWAPPING
 from actmem.runtime.learning import Script
 from actmem.runtime.swap.swapper import Swapper
@@ -31,13 +32,15 @@ class NoEffectWarning(UserWarning):
 
 
 class RuleSource(Protocol):
-    """Where a region's rules come from. `must_free`: somebody wrote each rule, so one that frees nothing is news."""
+    """Where a region's rules come from. `must_free`: somebody wrote each rule, so one that frees nothing is news.
+    `one_fate`: no op may be both recomputed and swapped by the rules."""
 
     name: str
     must_free: bool
     made_for: Fingerprint | None
     prefetch: int
     may_swap: bool
+    one_fate: bool
 
     @property
     def tiers(self) -> Set[Tier]:
@@ -61,6 +64,7 @@ class PlanRules:
         self.made_for = plan.fingerprint
         self.prefetch = plan.prefetch
         self.may_swap = any(rule.action is Action.SWAP for rule in plan.rules)
+        self.one_fate = plan.one_fate
 
     @property
     def tiers(self) -> Set[Tier]:
@@ -82,6 +86,7 @@ class PolicyRules:
     must_free = False
     made_for: Fingerprint | None = None
     prefetch = 1
+    one_fate = False
     tiers: frozenset[Tier] = frozenset()
 
     def __init__(self, name: str, policy: Policy) -> None:
@@ -173,6 +178,16 @@ class Engine:
         self.shared[key] = script
         if len(self.shared) > _MAX_SCRIPTS:
             del self.shared[next(iter(self.shared))]
+
+    def rules_of(self, layer: int, graph: RegionGraph) -> RuleSet:
+        """The rules of a layer, which have met all that its last call did. Raises `ConfigError` where the sections of a
+        configuration recompute and swap one op."""
+        rules = RuleSet(self.source.rules(layer, graph))
+        paths = [op.path for op in graph.ops]
+        rules.meet([*paths, INPUT_PATH])
+        if self.source.one_fate:
+            refuse_clashes_in(rules, paths, layer)
+        return rules
 
     def note_matches(self, layer: int, script: Script) -> None:
         """Note what a layer's rules matched and freed; once all layers have run, report rules that did nothing."""

@@ -130,7 +130,7 @@ def test_an_error_of_a_command_is_shown_on_stderr(
     def fail(*_: object) -> None:
         raise DataError("the corpus [/red] is empty")
 
-    monkeypatch.setattr("actmem.cli.check.load_config", fail)
+    monkeypatch.setattr("actmem.cli.check.read_config", fail)
     assert run_with(["check", "x.yaml"], monkeypatch) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", "error: the corpus [/red] is empty\n")
@@ -140,7 +140,7 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("actmem.cli.check.load_config", interrupt)
+    monkeypatch.setattr("actmem.cli.check.read_config", interrupt)
     assert run_with(["check", "x.yaml"], monkeypatch) == 130
     assert "Traceback" not in capsys.readouterr().err
 
