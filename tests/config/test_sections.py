@@ -3,11 +3,14 @@ said of each. The model has four layers, unless a case says otherwise."""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from actmem.config.layers import from_ranges
@@ -505,3 +508,63 @@ def test_a_pattern_that_is_slow_on_one_path_alone_is_given_up_there() -> None:
 )
 def test_a_pattern_too_large_to_compile_is_never_compiled(pattern: str) -> None:
     assert "more than" in (problem := pattern_problem(pattern) or "") or "repeats too much" in problem
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("[[:alpha:]]*", "has '[:alpha:]', a name for characters in some dialects alone"),
+        ("[^[:^digit:]]+", "has '[:^digit:]'"),
+        ("[[a-z]]+", "may be read in two ways: possible nested set"),
+        ("[a-z&&[^m]]*", "may be read in two ways"),
+        ("[a--b]+", "may be read in two ways: possible set difference"),
+        ("[mlp||x]+", "may be read in two ways: possible set union"),
+        ("[mlp~~x]+", "may be read in two ways: possible set symmetric difference"),
+        ("(?:mlp){e<=1}", "has the brace '{e<=1}', which is no repeat"),
+        ("(?:mpl){s}", "has the brace '{s}'"),
+        ("(?:mlp){1<=e<=2}", "has the brace"),
+        ("mlp{}", "has the brace '{}'"),
+        ("mlp{", "has the brace '{'"),
+    ],
+)
+def test_what_two_dialects_read_differently_is_refused(pattern: str, words: str) -> None:
+    (fault,) = faults_of(SELECT % f"{{'{pattern}': [0]}}")
+    assert words in fault.problem and fault.line is not None
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"mlp\{e\}?", "[{e<=1}]?mlp", "ml{1}p", "m{1,}lp", r"[\[a-z]+", "[a-z-]+", "[]m]lp"]
+)
+def test_what_both_read_alike_is_allowed(pattern: str) -> None:
+    assert pattern_problem(pattern) is None
+
+
+DIALECT = [
+    "mlp",
+    ".*",
+    "[",
+    "]",
+    "[^",
+    "{e}",
+    "{1}",
+    "{s<=1}",
+    "(?:",
+    ")",
+    "--",
+    "&&",
+    "[:alpha:]",
+    "a-z",
+    "|",
+    "^",
+    "\\",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(DIALECT), min_size=1, max_size=6).map("".join))
+@example("[[:alpha:]]+")
+@example("(?:mpl){e<=2}")
+def test_a_sound_pattern_matches_what_python_says_it_does(pattern: str) -> None:
+    if pattern_problem(pattern) is None:
+        for path in ("mlp", "mlp.act_fn", "self_attn", "alpha:", "m", "add"):
+            assert matches(pattern, path) == bool(re.fullmatch(pattern, path))
