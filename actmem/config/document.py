@@ -59,10 +59,10 @@ class Document:
         line, column = (known[max(around, key=len)] if around else None) or (None, None)
         return replace(fault, line=line, column=column)
 
-    def complained(self, complaint: Complaint) -> Fault:
-        """What a rule or a look at the layers finds wrong, as a fault with its place."""
+    def complained(self, complaint: Complaint, location: Location | None = None) -> Fault:
+        """What a rule or a look at the layers finds wrong, as a fault with its place; at `location` if that differs."""
         found = {"value": complaint.value, "allowed": complaint.allowed, "nearest": complaint.nearest}
-        return self.fault(complaint.location, complaint.problem, **found)
+        return self.fault(location or complaint.location, complaint.problem, **found)
 
     def fault(self, location: Location, problem: str, **details: Any) -> Fault:
         """A fault at `location`, with its line and column filled in."""

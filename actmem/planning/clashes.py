@@ -9,7 +9,7 @@ from actmem.config.complaint import Complaint
 from actmem.config.layers import to_ranges
 from actmem.config.overlaps import ALLOWED_FATES
 from actmem.config.schema import RunConfig
-from actmem.config.section_rules import used_sections
+from actmem.config.ways import used_sections
 from actmem.config.wording import dotted
 from actmem.errors import ConfigError, Fault
 from actmem.graph import Graph

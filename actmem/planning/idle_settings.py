@@ -41,12 +41,10 @@ def idle_complaints(config: RunConfig, matches: Iterable[Match], graph: Graph, s
 
 def _idle_on_ranks(config: RunConfig, graph: Graph, source: Source) -> Iterator[IdleRule]:
     for layers in _layers_of_ranks(config.parallel, len(graph.layers)):
+        where = f" on the rank with layers {', '.join(to_ranges(layers))}" if config.parallel.pp_size > 1 else ""
         deeds = predicted_deeds(graph, source, layers, min_swap_bytes=config.memory.min_swap_bytes)
         for idle in idle_rules(deeds, source):
             if idle.rule is None or not (is_spread(config) and any(map(idle.rule.matches, COLLECTIVE_PATHS))):
-                where = (
-                    f" on the rank with layers {', '.join(to_ranges(layers))}" if config.parallel.pp_size > 1 else ""
-                )
                 yield replace(idle, problem=idle.problem + where)
 
 

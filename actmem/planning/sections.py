@@ -16,7 +16,6 @@ from actmem.config.layers import to_ranges
 from actmem.config.op_names import FAMILIAR_NAMES
 from actmem.config.overlaps import ATTENTION_PATTERN
 from actmem.config.schema import RunConfig
-from actmem.config.section_rules import used_sections
 from actmem.config.settings import (
     COMM,
     EXCLUDE,
@@ -28,6 +27,7 @@ from actmem.config.settings import (
     Setting,
     settings_in_effect,
 )
+from actmem.config.ways import used_sections
 from actmem.errors import PlanError
 from actmem.planning.plan import Action, Plan, Reach, Rule
 

@@ -213,7 +213,7 @@ def test_of_a_pipeline_each_rank_is_judged_by_its_own_layers(config: Path) -> No
     config.write_text(MIXTURE + GATE)
     assert invoke("check", config).exit_code == 0
     stages = "parallel={pp_size: 2, pp_microbatches: 2}"
-    untied = ("model.config.tie_word_embeddings=false", "model.config.router_aux_loss_coef=0")
+    untied = ("model.config.tie_word_embeddings=false", "model.config.router_aux_loss_coef=0.0")
     result = invoke("check", config, stages, *untied, "train.micro_batch_size=2", "--json")
     (warning,) = json.loads(result.stdout)["warnings"]
     assert (result.exit_code, warning["problem"]) == (1, "matches no op on the rank with layers 0-1")
