@@ -23,11 +23,12 @@ from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.config.sound_part import Dropped
 from actmem.config.translation import field_fault
 from actmem.config.ways import WAYS, ways_at_once
-from actmem.config.wording import nearest
+from actmem.config.wording import dotted, nearest
 from actmem.errors import ConfigError, Fault
 
 PLANNING_KEYS = ("activation_swap", "recompute", "recompute_comm", "swap", "platform", "allow_unverified_model")
 _MAX_FILE_BYTES = 2**20
+_MAX_REPEATS = 20
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,17 @@ def parse_memory(settings: Mapping[str, object]) -> MemoryConfig:
 def _read(document: Document, overrides: Sequence[str]) -> Reading:
     document = apply_overrides(document, overrides)
     config, faults = _validate(document)
+    faults += [fault for fault in _faults_of_repeats(document) if fault not in faults]
     return Reading(config, tuple(in_order(faults)), document)
+
+
+def _faults_of_repeats(document: Document) -> Iterator[Fault]:
+    """What is wrong in the values of keys that are given twice, with each in turn in the place of the first."""
+    for location, repeat in document.repeats[:_MAX_REPEATS]:
+        inside = (dotted(location), f"{dotted(location)}.", f"{dotted(location)}[")
+        for fault in _validate(document.with_repeat(location, repeat))[1]:
+            if fault.path == inside[0] or fault.path.startswith(inside[1:]):
+                yield fault
 
 
 def _sound(reading: Reading, source: str | None) -> RunConfig:

@@ -165,3 +165,31 @@ def test_a_way_that_is_misspelt_is_a_way_all_the_same(way: str, name: str) -> No
     problems = {path: problem for path, _, problem in found(text)}
     assert problems["activation_swap"] == f"is given beside {name}; both say what becomes of activations"
     assert way.partition(":")[0] in problems
+
+
+def test_what_is_given_twice_hides_nothing() -> None:
+    text = f"""\
+{MODEL}{DATA}train: {{steps: 3}}
+swap: {{enable: true, layer_swap: [{{layers: [0], layers: [8]}}]}}
+train: {{steps: x, odd: 1, warmup_steps: 600}}
+recompute: {{mode: full, mode: ful}}
+recompute: {{mode: select, select_module: {{'(': [0], mlp: [9]}}, exclude_op: !odd x}}
+train: 3
+policy: full
+"""
+    assert [(line, path) for path, line, _ in found(text)] == [
+        (4, "swap.enable"),
+        (4, "swap.layer_swap[0].layers"),
+        (4, "swap.layer_swap[0].layers[0]"),
+        (5, "train"),
+        (5, "train.steps"),
+        (5, "train.odd"),
+        *[(6, "recompute.mode")] * 4,
+        (7, "recompute"),
+        (7, "recompute.mode"),
+        (7, "recompute.select_module['(']"),
+        (7, "recompute.select_module.mlp[0]"),
+        (7, "recompute.exclude_op"),
+        (8, "train"),
+        (8, "train"),
+    ]
