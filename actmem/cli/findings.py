@@ -64,7 +64,8 @@ def _faults_in_plan(reading: Reading) -> list[Fault]:
     try:
         Plan.load(run.plan)
     except PlanError as error:
-        return list(error.faults) or [reading.document.placed(Fault("plan", str(error), str(run.plan)))]
+        told = [replace(fault, path=f"{run.plan}: {fault.path}") for fault in error.faults]
+        return told or [reading.document.placed(Fault("plan", str(error), str(run.plan)))]
     return []
 
 
