@@ -97,10 +97,11 @@ class _Look:
         if self.run.policy not in YARDSTICKS:
             graph = self._traced(model)
             source = self._rules(model, graph) if plan_is_sound else None
-            if graph is not None:
-                self._at_patterns(graph)
-            if graph is not None and source is not None:
-                self._at_rules(source, graph)
+            with self._noting():
+                if graph is not None:
+                    self._at_patterns(graph)
+                if graph is not None and source is not None:
+                    self._at_rules(source, graph)
 
     def _traced(self, model: PreTrainedModel) -> Graph | None:
         from actmem.training.traced import trace_run, trace_step

@@ -208,7 +208,8 @@ def test_faults_of_a_plan_file_hide_no_others_and_are_hidden_by_none(config: Pat
         code, output = check(config, "--json")
         assert code == 2
         assert [(each["path"], each["line"]) for each in json.loads(output)["faults"]] == [*others, *in_plan]
-    config.write_text(SOUND.replace("qwen3-tiny}", "qwen3-tiny, config: {num_attention_heads: 0}}") + "plan: plan.yaml\n")
+    headless = SOUND.replace("qwen3-tiny}", "qwen3-tiny, config: {num_attention_heads: 0}}")
+    config.write_text(headless + "plan: plan.yaml\n")
     found = json.loads(check(config, "--json")[1])["faults"]
     assert [(each["path"], each["line"]) for each in found] == [("model", 1), *in_plan]
 

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from actmem.cli import main
+from actmem.config import patterns
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
 from actmem.errors import ConfigError, PlanError
@@ -229,3 +230,14 @@ def test_communication_is_not_missed_where_it_comes_with_the_ranks(config: Path)
 def test_a_pattern_without_a_match_is_told_once(config: Path) -> None:
     _, told = check(config, select("'.*mpl': [0-1], mlp: [2]"))
     assert [warning["problem"] for warning in told["warnings"]] == ["matches no module and no op in layers 0-1"]
+
+
+def test_a_pattern_that_is_slow_on_a_path_of_this_model_alone_is_a_fault(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that are known before there is a model none is slow, or the text itself would have the fault."""
+    monkeypatch.setattr(patterns, "KNOWN_PATHS", ())
+    code, told = check(config, select("'([!-~]|[!-~])+[^!-~]': [0]"))
+    (fault,) = told["faults"]
+    assert (code, fault["path"], fault["line"]) == (2, "recompute.mode", 6)
+    assert "takes over 0.25 s on '" in fault["problem"]
