@@ -93,7 +93,6 @@ class _Look:
             model = shapes_of(self.run)
         if model is None:
             return
-        self._at_attention(model)
         if self.run.policy not in YARDSTICKS:
             graph = self._traced(model)
             source = self._rules(model, graph) if plan_is_sound else None
@@ -114,17 +113,6 @@ class _Look:
         with self._noting():
             return None if graph is None and self.run.memory_budget is not None else rules_on(self.run, model, graph)
         return None
-
-    def _at_attention(self, model: PreTrainedModel) -> None:
-        from actmem.models.regions import find_regions
-        from actmem.runtime.attention_swap import check_attention_swap
-
-        if self.run.activation_swap == "none":
-            return
-        try:
-            check_attention_swap(model, find_regions(model), allow_unverified=self.run.allow_unverified_model)
-        except ApplyError as error:
-            self.found.faults.append(Fault("activation_swap", str(error), self.run.activation_swap))
 
     def _at_patterns(self, graph: Graph) -> None:
         """Look at what the sections name, and whether they give any op two fates."""
