@@ -73,7 +73,12 @@ class HardwareError(ConfigError):
 
 
 class PlanError(ActmemError, ValueError):
-    """A plan that is malformed, or that was made for another model, shape or dtype."""
+    """A plan that is malformed, or that was made for another model, shape or dtype. What is wrong in a plan file is in
+    `faults`, one by one."""
+
+    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(message)
+        self.faults = tuple(faults)
 
 
 class ApplyError(ActmemError, ValueError):

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from actmem.cli.planned import YARDSTICKS
+from actmem.cli.findings import Findings, findings_of
 from actmem.cli.screen import Screen, counted, print_json
-from actmem.config.loading import load_config
-from actmem.config.rules import idle_settings
+from actmem.config.loading import read_config
 from actmem.config.schema import ModelConfig, RunConfig
-from actmem.config.shown import quoted
-from actmem.errors import ApplyError, ConfigError, Fault, ModelError, PlanError
+from actmem.errors import ConfigError
 from actmem.planning import Plan
 from actmem.planning.sections import name_of, plan_of
-
-if TYPE_CHECKING:
-    from actmem.graph import Graph
-    from actmem.planning.matching import Match
-    from actmem.reporting.effect import Effect
-    from actmem.runtime.engine import RuleSource
-
-# What a forward pass says of sizes and fields that do not fit together.
-_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
-
-
-@dataclass
-class Findings:
-    """All that was found out about a configuration: it runs where there are no `faults`."""
-
-    run: RunConfig | None = None
-    faults: list[Fault] = field(default_factory=list)
-    warnings: list[Fault] = field(default_factory=list)
-    matches: list[Match] = field(default_factory=list)
-    effect: Effect | None = None
 
 
 def check(
@@ -50,113 +27,12 @@ def check(
     """Show every fault of CONFIG, or what it would run: what each pattern matches, and how many bytes are saved,
     recomputed and swapped. Exit code: 0 clean, 1 warnings only, 2 faults.
     """
-    found = _find(config, overrides or ())
+    found = findings_of(read_config(config, overrides or ()))
     if as_json:
         _print_findings(config, found)
     else:
         _show_findings(config, found)
     raise typer.Exit(2 if found.faults else 1 if found.warnings else 0)
-
-
-def _find(config: Path, overrides: Sequence[str]) -> Findings:
-    found = Findings()
-    try:
-        run = load_config(config, overrides)
-        if run.plan is not None:
-            Plan.load(run.plan)
-    except ConfigError as error:
-        found.faults = list(error.faults)
-    except PlanError as error:
-        found.faults = [Fault("plan", str(error))]
-    else:
-        found.warnings = list(idle_settings(run))
-        if run.platform != "torch":
-            found.faults = [Fault("platform", f"{run.platform} is not supported; only torch is", run.platform, "torch")]
-        else:
-            _look_at_layers(run, found)
-        found.run = None if found.faults else run
-    return found
-
-
-def _look_at_layers(run: RunConfig, found: Findings) -> None:
-    """Add what the layers of the model say to a sound configuration."""
-    from actmem.cli.planned import traced_rules
-    from actmem.planning.matching import match_patterns
-    from actmem.reporting.effect import effect_of
-    from actmem.training.traced import shapes_of
-
-    try:
-        model = shapes_of(run)
-        if run.policy in YARDSTICKS:
-            return
-        source, graph = traced_rules(run, model)
-        found.matches = match_patterns(run, graph)
-        found.effect = effect_of(graph, source, min_swap_bytes=run.memory.min_swap_bytes)
-        _look_at_tiers(run, source, graph, found)
-    except ApplyError as error:
-        found.warnings.append(Fault("model", f"patterns and bytes cannot be told: {error}"))
-    except PlanError as error:
-        found.faults.append(Fault(_planning_setting(run), str(error)))
-    except ConfigError as error:
-        found.faults += error.faults
-    except (ModelError, *_FORWARD_ERRORS) as error:
-        found.faults.append(Fault("model", str(error)))
-    _judge_matches(run, found)
-
-
-def _look_at_tiers(run: RunConfig, source: RuleSource, graph: Graph, found: Findings) -> None:
-    """Add what is wrong with the places to swap to, where this machine has the device that the run is for."""
-    from actmem.runtime.swap.building import wanted_tiers
-    from actmem.training.capacity import too_small_tiers
-    from actmem.training.device import choose_device
-
-    if not source.may_swap:
-        return
-    try:
-        device = choose_device(run.train.device)
-    except ConfigError:
-        device = None
-    if device is not None:
-        try:
-            wanted_tiers(run.memory, device, source.tiers)
-            found.faults += too_small_tiers(graph, source, run.memory, device)
-        except ApplyError as error:
-            found.faults.append(Fault("memory.tier", str(error), run.memory.tier))
-    if found.effect is not None and not found.effect.total("swapped_bytes"):
-        problem = "moves nothing: all that could be swapped is smaller than memory.min_swap_bytes"
-        found.warnings.append(Fault(_swapping_setting(run), problem, run.memory.min_swap_bytes))
-
-
-def _swapping_setting(run: RunConfig) -> str:
-    if run.memory_budget is not None:
-        return "memory_budget"
-    if run.plan is not None or run.policy is not None:
-        return "plan" if run.plan is not None else "policy"
-    return "swap" if run.swap.enable else "activation_swap"
-
-
-def _planning_setting(run: RunConfig) -> str:
-    if run.memory_budget is not None:
-        return "memory_budget"
-    return "plan" if run.plan is not None else "layers of the sections"
-
-
-def _judge_matches(run: RunConfig, found: Findings) -> None:
-    wanting = [match for match in found.matches if match.problem is not None]
-    notes = [
-        Fault(
-            f"{match.setting}[{quoted(match.pattern)}]",
-            str(match.problem),
-            match.pattern,
-            nearest=_listed(match.nearest),
-        )
-        for match in wanting
-    ]
-    (found.faults if run.memory.strict_matching else found.warnings).extend(notes)
-
-
-def _listed(names: tuple[str, ...]) -> str | None:
-    return ", ".join(names) or None
 
 
 def _show_findings(config: Path, found: Findings) -> None:

@@ -111,8 +111,10 @@ def _made(run: RunConfig) -> _Made:
 
 def _given(run: RunConfig, model: PreTrainedModel, graph: Graph) -> Plan:
     from actmem.planning.chosen_rules import rules_of_policy
+    from actmem.planning.clashes import refuse_clashes
     from actmem.planning.sections import plan_of
 
+    refuse_clashes(run, graph)
     source, given = rules_of(run, model), plan_of(run)
     if isinstance(given, Path):
         given = Plan.load(given)

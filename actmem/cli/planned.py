@@ -28,17 +28,27 @@ def traced_rules(run: RunConfig, model: PreTrainedModel, *, whole: bool = False)
     """The rules that `run` gives the layers of `model`, on the meta device, and the graph of those layers; of the step
     around them as well if it has to be `whole`, or if it was traced anyway to find the rules for a memory budget.
 
-    Raises what `rules_of` and tracing raise, and `PlanError` for a budget that cannot be met.
+    Raises what `rules_of`, `refuse_clashes` and tracing raise, and `PlanError` for a budget that cannot be met.
+    """
+    from actmem.planning.clashes import refuse_clashes
+    from actmem.training.traced import trace_run, trace_step
+
+    graph = (trace_step if whole or run.memory_budget is not None else trace_run)(run, model)
+    refuse_clashes(run, graph)
+    return rules_on(run, model, graph), graph
+
+
+def rules_on(run: RunConfig, model: PreTrainedModel, graph: Graph | None) -> RuleSource:
+    """The rules that `run` gives the layers of `model`. A memory budget needs the `graph` of its whole step.
+
+    Raises what `rules_of` raises, and `PlanError` for a budget that cannot be met.
     """
     from actmem.runtime.apply import rule_source
     from actmem.training.budget import plan_with, planner_of
-    from actmem.training.traced import trace_run, trace_step
 
-    if run.memory_budget is None:
-        source = rules_of(run, model)
-        return source, (trace_step if whole else trace_run)(run, model)
-    graph = trace_step(run, model)
-    return rule_source(plan_with(planner_of(run, graph), run).plan), graph
+    if run.memory_budget is None or graph is None:
+        return rules_of(run, model)
+    return rule_source(plan_with(planner_of(run, graph), run).plan)
 
 
 def rules_of(run: RunConfig, model: PreTrainedModel) -> RuleSource:

@@ -10,13 +10,20 @@ from actmem.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class Complaint:
-    """What a rule finds wrong, and at which dotted field; `inside` leads on to an entry of that field."""
+    """What a rule finds wrong, and at which dotted field; `inside` leads on to an entry of that field. `nearest` are
+    names that may have been meant."""
 
     field: str
     problem: str
     value: object = None
     allowed: str | None = None
     inside: tuple[str | int, ...] = ()
+    nearest: str | None = None
+
+    @property
+    def location(self) -> tuple[str | int, ...]:
+        """Where it is, from the top of the configuration."""
+        return (*self.field.split("."), *self.inside)
 
 
 Check = Callable[[RunConfig], Iterator[Complaint]]

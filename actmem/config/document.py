@@ -7,8 +7,8 @@ so that one pass finds every fault; only broken syntax ends it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -16,6 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
+from actmem.config.complaint import Complaint
 from actmem.config.schema import Section
 from actmem.config.shown import shown
 from actmem.config.wording import dotted
@@ -36,11 +37,18 @@ class Document:
     """What a configuration says, where it says it, and what could not be read.
 
     `places` maps a location to its line and column, both from 1, or to `None` for what did not come from the file.
+    `repeats` are the values that keys have where they are given again, each with its location; the first one counts.
     """
 
     value: object = None
     places: dict[Location, Place | None] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    repeats: list[tuple[Location, Document]] = field(default_factory=list)
+
+    def with_repeat(self, location: Location, repeat: Document) -> Document:
+        """The document as it would be if of a key that is given twice the other value counted."""
+        places = {at: place for at, place in self.places.items() if at[: len(location)] != location}
+        return Document(_replaced(self.value, location, repeat.value), places | repeat.places)
 
     def place(self, location: Location) -> Place | None:
         """Line and column of `location`, or of the nearest section around it."""
@@ -48,6 +56,20 @@ class Document:
             if location[:end] in self.places:
                 return self.places[location[:end]]
         return None
+
+    def placed(self, fault: Fault) -> Fault:
+        """A fault that has no place yet, with that of its path, or of the nearest section around it that is written."""
+        if fault.line is not None:
+            return fault
+        known = {dotted(location): place for location, place in self.places.items() if location}
+        around = [path for path in known if fault.path == path or fault.path.startswith((f"{path}.", f"{path}["))]
+        line, column = (known[max(around, key=len)] if around else None) or (None, None)
+        return replace(fault, line=line, column=column)
+
+    def complained(self, complaint: Complaint, location: Location | None = None) -> Fault:
+        """What a rule or a look at the layers finds wrong, as a fault with its place; at `location` if that differs."""
+        found = {"value": complaint.value, "allowed": complaint.allowed, "nearest": complaint.nearest}
+        return self.fault(location or complaint.location, complaint.problem, **found)
 
     def fault(self, location: Location, problem: str, **details: Any) -> Fault:
         """A fault at `location`, with its line and column filled in."""
@@ -72,6 +94,11 @@ def read_document(text: str) -> Document:
     except (YAMLError, ValueError, OverflowError) as error:  # an escape such as \UFFFFFFFF breaks ruamel itself
         document.faults = [Fault("YAML", f"cannot be read: {error}", line=1, column=1)]
     return document
+
+
+def in_order(faults: Iterable[Fault]) -> list[Fault]:
+    """Faults by their place; what has none, such as an override, comes last and keeps its order."""
+    return sorted(faults, key=lambda fault: (fault.line or float("inf"), fault.column or 0))
 
 
 def from_mapping(mapping: Mapping[str, object]) -> Document:
@@ -125,19 +152,23 @@ class _Reading:
                 continue
             inner = (*location, key)
             if key in values:
-                self._note_twice(key_node, inner)
+                self._note_twice(key_node, value_node, inner)
                 continue
             self._document.places[inner] = _place_of(key_node)
             values[key] = self.value(value_node, inner)
         return values
 
-    def _note_twice(self, node: Node, location: Location) -> None:
+    def _note_twice(self, node: Node, value_node: Node, location: Location) -> None:
         line, column = _place_of(node)
         first = self._document.place(location)
         allowed = f"each key once; the first stands on line {first[0]}" if first else "each key once"
         self._document.faults.append(
             Fault(dotted(location), "is given twice", allowed=allowed, line=line, column=column)
         )
+        repeat = Document(UNREADABLE, {location: (line, column)})
+        repeat.value = _Reading(repeat, self._scalars).value(value_node, location)
+        self._document.faults += repeat.faults
+        self._document.repeats.append((location, repeat))
 
     def _key(self, node: Node, location: Location) -> str | None:
         """The key, or `None` after noting what is wrong with it."""
@@ -172,6 +203,18 @@ class _Reading:
     def _spoil(self, location: Location, problem: str, **details: str) -> object:
         self._document.faults.append(self._document.fault(location, problem, **details))
         return UNREADABLE
+
+
+def _replaced(value: object, location: Location, new: object) -> object:
+    """A copy of `value` with `new` at `location`."""
+    if not location:
+        return new
+    key, *inside = location
+    if isinstance(value, dict):
+        return {**value, key: _replaced(value.get(key), tuple(inside), new)}
+    if isinstance(value, list) and isinstance(key, int):
+        return [_replaced(each, tuple(inside), new) if index == key else each for index, each in enumerate(value)]
+    return value
 
 
 def _place_of(node: Node) -> Place:

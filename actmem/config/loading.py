@@ -9,22 +9,36 @@ nothing on the disk or a device is touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from actmem.config.document import UNREADABLE, Document, Location, from_mapping, read_document
+from actmem.config.complaint import Complaint
+from actmem.config.document import UNREADABLE, Document, from_mapping, in_order, read_document
 from actmem.config.overrides import apply_overrides
 from actmem.config.rules import RULES
 from actmem.config.schema import MemoryConfig, RunConfig
+from actmem.config.sound_part import Dropped
 from actmem.config.translation import field_fault
-from actmem.config.wording import nearest
+from actmem.config.ways import WAYS, ways_at_once
+from actmem.config.wording import dotted, nearest
 from actmem.errors import ConfigError, Fault
 
 PLANNING_KEYS = ("activation_swap", "recompute", "recompute_comm", "swap", "platform", "allow_unverified_model")
 _MAX_FILE_BYTES = 2**20
-_STAND_INS: dict[str, dict[str, object]] = {"model": {}, "data": {"path": ["*"]}}
+_MAX_REPEATS = 20
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What came of a configuration: itself, as far as it is sound (``None``: no section can be told), all of its
+    faults in the order of the file, and where in the file everything stands."""
+
+    config: RunConfig | None
+    faults: tuple[Fault, ...]
+    document: Document
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -35,11 +49,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises `ConfigError` with every fault of the file and the overrides.
     """
+    return _sound(read_config(path, overrides), str(path))
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
+    """As `load_config`, for whoever wants to look further, beyond the faults that there are."""
     try:
         text = _read_text(Path(path))
     except (OSError, ValueError) as error:
-        raise ConfigError([_file_fault(path, error)], str(path)) from None
-    return parse_config(text, str(path), overrides)
+        return Reading(None, (_file_fault(path, error),), Document())
+    return _read(read_document(text), overrides)
 
 
 def parse_config(
@@ -51,11 +70,7 @@ def parse_config(
     mapping or an override have no line.
     """
     read = read_document(text_or_mapping) if isinstance(text_or_mapping, str) else from_mapping(text_or_mapping)
-    document = apply_overrides(read, overrides)
-    config, faults = _validate(document)
-    if config is None or faults:
-        raise ConfigError(sorted(faults, key=_file_order), source)
-    return config
+    return _sound(_read(read, overrides), source)
 
 
 def parse_sections(sections: Mapping[str, object], num_layers: int | None) -> RunConfig:
@@ -85,6 +100,28 @@ def parse_memory(settings: Mapping[str, object]) -> MemoryConfig:
         raise ConfigError(found, "the memory settings") from None
 
 
+def _read(document: Document, overrides: Sequence[str]) -> Reading:
+    document = apply_overrides(document, overrides)
+    config, faults = _validate(document)
+    faults += [fault for fault in _faults_of_repeats(document) if fault not in faults]
+    return Reading(config, tuple(in_order(faults)), document)
+
+
+def _faults_of_repeats(document: Document) -> Iterator[Fault]:
+    """What is wrong in the values of keys that are given twice, with each in turn in the place of the first."""
+    for location, repeat in document.repeats[:_MAX_REPEATS]:
+        inside = (dotted(location), f"{dotted(location)}.", f"{dotted(location)}[")
+        for fault in _validate(document.with_repeat(location, repeat))[1]:
+            if fault.path == inside[0] or fault.path.startswith(inside[1:]):
+                yield fault
+
+
+def _sound(reading: Reading, source: str | None) -> RunConfig:
+    if reading.config is None or reading.faults:
+        raise ConfigError(reading.faults, source)
+    return reading.config
+
+
 def _validate(document: Document) -> tuple[RunConfig | None, list[Fault]]:
     """The configuration, as far as it is sound, and all faults; `None` where not even its sections can be told."""
     value = document.value
@@ -93,74 +130,26 @@ def _validate(document: Document) -> tuple[RunConfig | None, list[Fault]]:
     if not isinstance(value, dict):
         return None, [*document.faults, field_fault(document, "model_type", (), value)]
     try:
-        config, faults, faulty = RunConfig.model_validate(value), [], set[Location]()
+        config, faults, dropped = RunConfig.model_validate(value), [], Dropped(value, ())
     except ValidationError as error:
         found = [(detail["type"], detail["loc"], detail["input"]) for detail in error.errors(include_url=False)]
         faults = [field_fault(document, *one) for one in found if one[2] is not UNREADABLE]
-        faulty = {_droppable(value, location) for _, location, _ in found}
-        faulty |= {location[:2] for location in faulty if _is_dropped_whole(value, location[:2], faulty)}
-        if () in faulty:
+        dropped = Dropped(value, [(kind, location) for kind, location, _ in found])
+        if dropped.everything:
             return None, [*document.faults, *faults]
-        config = _sound_part(value, faulty)
-    return config, [*document.faults, *faults, *_rule_faults(document, config, faulty)]
+        config = dropped.rest()
+    complaints = [*ways_at_once(config, {way: value[way] for way in WAYS if way in value and dropped.holds((way,))})]
+    complaints += _complaints_of_rules(config, dropped)
+    sound = [each for each in complaints if each.value is not UNREADABLE]
+    told = [document.complained(each, dropped.original(each.location)) for each in sound]
+    return config, [*document.faults, *faults, *told]
 
 
-def _sound_part(value: dict[str, object], faulty: set[Location]) -> RunConfig:
-    """The configuration with defaults or stand-ins for its faulty fields, so that rules can read the sound ones."""
-    sections: dict[str, object] = {**_STAND_INS}
-    for name, section in value.items():
-        if (name,) in faulty:
-            continue
-        if not isinstance(section, dict):
-            sections[name] = section
-            continue
-        sound = {key: _sound_entries(entry, (name, key), faulty) for key, entry in section.items()}
-        sound = {key: entry for key, entry in sound.items() if (name, key) not in faulty}
-        sections[name] = _STAND_INS.get(name, {}) | sound
-    return RunConfig.model_validate(sections)
-
-
-def _droppable(value: dict[str, object], location: Location) -> Location:
-    """What to leave out so that a fault is gone: an entry of a mapping by pattern, or else a field or section."""
-    field = _field_at(value, location)
-    return location[:3] if isinstance(field, dict) and set(location[2:3]) & set(field) else location[:2]
-
-
-def _is_dropped_whole(value: dict[str, object], location: Location, faulty: set[Location]) -> bool:
-    """Whether nothing would be left of a mapping by pattern."""
-    field = _field_at(value, location)
-    return isinstance(field, dict) and all((*location, key) in faulty for key in field)
-
-
-def _field_at(value: object, location: Location) -> object:
-    for part in location[:2]:
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def _sound_entries(entry: object, location: Location, faulty: set[Location]) -> object:
-    if not isinstance(entry, dict):
-        return entry
-    return {key: inner for key, inner in entry.items() if (*location, key) not in faulty}
-
-
-def _rule_faults(document: Document, config: RunConfig, faulty: set[Location]) -> list[Fault]:
-    faults = []
+def _complaints_of_rules(config: RunConfig, dropped: Dropped) -> Iterator[Complaint]:
+    """What the rules find, of which each looks at fields that are all sound by themselves."""
     for rule in RULES:
-        fields = [tuple(field.split(".")) for field in rule.fields]
-        if any(field in faulty or field[:1] in faulty for field in fields):
-            continue
-        for found in rule.check(config):
-            if found.value is UNREADABLE:
-                continue
-            location = (*found.field.split("."), *found.inside)
-            faults.append(document.fault(location, found.problem, value=found.value, allowed=found.allowed))
-    return faults
-
-
-def _file_order(fault: Fault) -> tuple[float, int]:
-    """By place; what has none, such as an override, comes last and keeps its order."""
-    return fault.line or float("inf"), fault.column or 0
+        if not any(dropped.holds(tuple(field.split("."))) for field in rule.fields):
+            yield from rule.check(config)
 
 
 def _read_text(path: Path) -> str:

@@ -28,7 +28,8 @@ FAMILIAR_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """A familiar name -> how the names of the ops that are meant begin; variants such as ``…_coalesced`` end otherwise."""
 
-_COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", _WAIT)
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", _WAIT)
+"""How the names of ops begin that speak with other ranks."""
 
 
 @cache
@@ -39,7 +40,7 @@ def names_of(op_name: str) -> tuple[str, ...]:
 
 def is_communication(op_name: str) -> bool:
     """Whether the op is a collective, one of several tensors at once included, or the wait for one."""
-    return op_name.startswith(_COLLECTIVES)
+    return op_name.startswith(COLLECTIVES)
 
 
 def split_path(path: str) -> tuple[str, str]:

@@ -1,4 +1,6 @@
-"""Layers, modules and ops that one setting recomputes and another swaps."""
+"""Layers, modules and ops that one setting recomputes and another swaps, as far as it can be told before there is a
+model: on the layers as they are numbered, and on the paths that models are known to have. Those of the model itself are
+compared once it is traced."""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ from functools import lru_cache
 
 from actmem.config.known_paths import KNOWN_PATHS
 from actmem.config.layers import to_ranges
-from actmem.config.patterns import covers, pattern_problem
+from actmem.config.patterns import covers, hits_communication, pattern_problem
 from actmem.config.schema import RunConfig
 from actmem.config.settings import COMM, FULL, LAYER_SWAP, OP_SWAP, SELECT, Setting, settings_in_effect
 
 ATTENTION_PATTERN = r"(.*\.)?self_attn"
 """What `activation_swap: attention` swaps, with all below it."""
+
+ALLOWED_FATES = "layers and modules that are either recomputed or swapped"
+"""What two settings may speak of side by side."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,12 @@ def _shared(mine: Setting, theirs: Setting) -> str | None:
         return where
     if mine.pattern == theirs.pattern:
         return f"the same pattern in {where}"
-    both = _covered(mine.pattern) & _covered(theirs.pattern)
+    both = _covered(mine.pattern, mine.field == COMM) & _covered(theirs.pattern, False)
     path = next((path for path in KNOWN_PATHS if path in both), None)
     return None if path is None else f"{path} in {where}"
 
 
 @lru_cache(maxsize=1024)
-def _covered(pattern: str) -> frozenset[str]:
-    return frozenset(path for path in KNOWN_PATHS if covers(pattern, path))
+def _covered(pattern: str, communication_alone: bool) -> frozenset[str]:
+    speaks_of = hits_communication if communication_alone else covers
+    return frozenset(path for path in KNOWN_PATHS if speaks_of(pattern, path))

@@ -35,7 +35,8 @@ def _apply(document: Document, override: str) -> Document:
     value, blocked = _with(document.value, location, given.value)
     if blocked is not None:
         faults.append(_blocked_fault(location, document, blocked))
-    return Document(value, _places_after(document, location), [*document.faults, *faults])
+    repeats = [(at, repeat) for at, repeat in document.repeats if at[: len(location)] != location]
+    return Document(value, _places_after(document, location), [*document.faults, *faults], repeats)
 
 
 def _places_after(document: Document, location: Location) -> dict[Location, Place | None]:

@@ -23,6 +23,10 @@ from actmem.config.shown import quoted
 TIME_LIMIT = 0.25
 """Seconds of one match, and of all that are tried when a pattern is checked."""
 
+_ESCAPED = re.compile(r"\\N\{[^}]*\}|\\.", re.DOTALL)
+_SET = re.compile(r"\[\^?\]?[^\]]*\]")
+_NAMED_SET = re.compile(r"\[:\^?\w+:\]")
+_STRAY_BRACE = re.compile(r"\{(?!\d*,?\d*\})[^}]*\}?|\{\}")
 _MAX_LENGTH = 1000
 _MAX_SIZE = 100_000
 _MAX_NESTING = 50
@@ -42,6 +46,8 @@ def pattern_problem(pattern: str) -> str | None:
         return problem
     if any("\ud800" <= character <= "\udfff" for character in pattern):
         return "holds half of a surrogate pair"
+    if problem := _other_reading(pattern):
+        return problem
     try:
         _compiled(pattern)
     except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
@@ -110,6 +116,25 @@ def _size_problem(pattern: str) -> str | None:
     for low, high in re.findall(r"\{(\d*),?(\d*)\}", pattern):
         size *= max(int(low[:9] or 1), int(high[:9] or 1))
     return f"repeats too much: it may stand for {size} characters" if size > _MAX_SIZE else None
+
+
+def _other_reading(pattern: str) -> str | None:
+    """What `regex` would read otherwise than `re`: sets within sets, and braces that count errors, not repeats."""
+    plain = _ESCAPED.sub("", pattern)
+    if named := _NAMED_SET.search(plain):
+        return f"has {quoted(named[0])}, a name for characters in some dialects alone; write such as a-z in its place"
+    if braces := _STRAY_BRACE.search(_SET.sub("", plain)):
+        return f"has the brace {quoted(braces[0])}, which is no repeat such as {{2}} or {{1,3}}; write \\{{ for a brace"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            re.compile(pattern)
+    except FutureWarning as warning:
+        what = str(warning).partition(" at position")[0].lower()
+        return f"may be read in two ways: {what}; write a backslash before [, -, &, ~ and | inside of [...]"
+    except (re.error, ValueError, OverflowError, RecursionError):
+        return None  # it is told as what it is when it is compiled for good
+    return None
 
 
 def _time_problem(pattern: str) -> str | None:

@@ -12,15 +12,6 @@ from actmem.config.schema import RunConfig
 from actmem.config.section_rules import SECTION_RULES
 from actmem.errors import Fault
 
-_WAYS = ("policy", "plan", "memory_budget")
-
-
-def _one_way(config: RunConfig) -> Iterator[Complaint]:
-    first, *others = [name for name in _WAYS if getattr(config, name) is not None] or [""]
-    for name in others:
-        problem = f"is given beside {first}: {getattr(config, first)}; both say what to save"
-        yield Complaint(name, problem, getattr(config, name), f"one of {', '.join(_WAYS)}")
-
 
 def _some_model(config: RunConfig) -> Iterator[Complaint]:
     model = config.model
@@ -84,7 +75,6 @@ def _holds(path: Path, test: Callable[[Path], bool]) -> bool:
 
 
 RULES = (
-    Rule(_WAYS, _one_way),
     Rule(("model.name", "model.path", "model.config"), _some_model),
     Rule(("model.name", "model.path"), _name_or_path),
     Rule(("model.path", "model.config"), _path_or_config),

@@ -284,7 +284,8 @@ class LayerSwapConfig(Section):
 
 
 class OpSwapConfig(Section):
-    """Modules or ops that are swapped: what the pattern `op_name` names, in `layers`."""
+    """Modules or ops that are swapped: what the pattern `op_name` names, in `layers`. The input of a layer is named
+    ``input``."""
 
     op_name: str
     layers: Layers

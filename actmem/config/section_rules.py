@@ -1,5 +1,5 @@
 """The rules of the sections `recompute`, `recompute_comm` and `swap`: what each needs, which layers and patterns are
-allowed, and that only one way is used to say what becomes of activations.
+allowed, and that nothing is both recomputed and swapped.
 
 Layers and patterns are checked whether or not their section is switched on, so that switching it on brings no surprise.
 """
@@ -11,7 +11,7 @@ from functools import partial
 
 from actmem.config.complaint import Complaint, Rule
 from actmem.config.layers import bad_entries, span_of
-from actmem.config.overlaps import overlaps
+from actmem.config.overlaps import ALLOWED_FATES, overlaps
 from actmem.config.patterns import pattern_problem
 from actmem.config.schema import RunConfig
 from actmem.config.settings import COMM, FULL, LAYER_FIELDS, LAYER_SWAP, OP_SWAP, SELECT, settings_in
@@ -19,26 +19,7 @@ from actmem.config.shown import quoted
 from actmem.config.sizes import num_layers
 
 _ALLOWED_LAYERS = "numbers and ranges such as [0-15, 20], strictly ascending, without overlap"
-_SWITCHES = ("activation_swap", "recompute.mode", "recompute_comm.enable", "swap.enable")
 _MODEL = ("model.name", "model.path", "model.config")
-
-
-def used_sections(config: RunConfig) -> dict[str, object]:
-    """The switches of the sections that are on, with their values."""
-    values = (config.activation_swap, config.recompute.mode, config.recompute_comm.enable, config.swap.enable)
-    return {name: value for name, value in zip(_SWITCHES, values, strict=True) if value not in ("none", "None", False)}
-
-
-def _one_way(switch: str, config: RunConfig) -> Iterator[Complaint]:
-    ways = {"policy": config.policy, "plan": config.plan, "memory_budget": config.memory_budget}
-    used = used_sections(config)
-    given = next((f"{name}: {value}" for name, value in ways.items() if value is not None), None)
-    if given is not None and switch in used:
-        problem = f"is given beside {given}; both say what becomes of activations"
-        allowed = (
-            "one of memory_budget, policy, plan, and the sections activation_swap, recompute, recompute_comm and swap"
-        )
-        yield Complaint(switch, problem, used[switch], allowed)
 
 
 def _full_needs_layers(config: RunConfig) -> Iterator[Complaint]:
@@ -123,13 +104,11 @@ def _sound_patterns(field: str, config: RunConfig) -> Iterator[Complaint]:
 def _one_fate(config: RunConfig) -> Iterator[Complaint]:
     for overlap in overlaps(config):
         problem = f"is also recomputed, by {overlap.recomputed.name}: {overlap.where}"
-        allowed = "layers and modules that are either recomputed or swapped"
         swapped = overlap.swapped
-        yield Complaint(swapped.field, problem, swapped.pattern or swapped.entries, allowed, swapped.inside)
+        yield Complaint(swapped.field, problem, swapped.pattern or swapped.entries, ALLOWED_FATES, swapped.inside)
 
 
 SECTION_RULES = (
-    *(Rule(("policy", "plan", "memory_budget", switch), partial(_one_way, switch)) for switch in _SWITCHES),
     Rule(("recompute.mode", FULL), _full_needs_layers),
     Rule(("recompute.mode", SELECT), _select_needs_modules),
     Rule(("recompute_comm.enable", COMM), _comm_needs_modules),
@@ -142,5 +121,5 @@ SECTION_RULES = (
         for field in (LAYER_SWAP, OP_SWAP)
     ),
     *(Rule((field,), partial(_sound_patterns, field)) for field in LAYER_FIELDS),
-    Rule((*_SWITCHES, *LAYER_FIELDS), _one_fate),
+    Rule((), _one_fate),  # it looks at what is sound of the settings, whatever else is wrong with them
 )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from actmem.config.known_paths import COLLECTIVE_PATHS
 from actmem.config.layers import to_ranges
 from actmem.config.op_names import is_communication, split_path
 from actmem.config.patterns import SlowPatternError, hits, hits_communication, matches, modules_around
 from actmem.config.schema import RunConfig
 from actmem.config.settings import COMM, EXCLUDE, OP_SWAP, SELECT, Setting, settings_in_effect
+from actmem.config.shown import quoted
 from actmem.graph import Graph
-from actmem.planning.sections import pattern_of_excluded, recomputed_layers
+from actmem.planning.plan import INPUT_PATH
+from actmem.planning.sections import excluded_names, pattern_of_excluded
 
 _NUM_NEAREST = 3
 _CLOSE_ENOUGH = 0.6
@@ -36,6 +39,11 @@ class Match:
     problem: str | None = None
     nearest: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """The setting as a message names it, as `Setting.name` does."""
+        return f"{self.setting} {quoted(self.pattern)}"
+
 
 Find = Callable[[str, Iterable[str]], list[str]]
 
@@ -44,21 +52,26 @@ def match_patterns(config: RunConfig, graph: Graph) -> list[Match]:
     """Every pattern of the sections that is in effect, on the layers of `graph`."""
     settings = settings_in_effect(config, SELECT, EXCLUDE, COMM, OP_SWAP)
     found = [_match(setting, graph, _hits_of(setting)) for setting in settings if setting.pattern is not None]
-    return [*found, *_match_excluded(config, graph)]
+    found += [_match(setting, graph, _excluded_ops) for setting in excluded_names(config)]
+    return [_on_many_ranks(match) for match in found] if is_spread(config) else found
 
 
-def _match_excluded(config: RunConfig, graph: Graph) -> Iterator[Match]:
-    layers, excluded = recomputed_layers(config), config.recompute.exclude_op
-    if isinstance(excluded, tuple) and layers:
-        for text in excluded:
-            yield _match(Setting(EXCLUDE, (), layers, text), graph, _excluded_ops)
+def is_spread(config: RunConfig) -> bool:
+    """Whether each layer is spread over ranks, and so communicates, which a trace on one rank does not show."""
+    return config.parallel.tp_size > 1 or config.parallel.ep_size > 1
+
+
+def _on_many_ranks(match: Match) -> Match:
+    """Without a problem, where the pattern names what only the layers of many ranks have."""
+    rule_reads = _excluded_ops if match.setting == EXCLUDE else hits
+    return replace(match, problem=None) if rule_reads(match.pattern, COLLECTIVE_PATHS) else match
 
 
 def _match(setting: Setting, graph: Graph, find: Find) -> Match:
     pattern, layers, kinds = setting.pattern or "", setting.layers, list(graph.layers.values())
     paths = {kind: [op.path for op in region.ops] for kind, region in graph.kinds.items()}
     try:
-        of_kind = {kind: find(pattern, paths[kind]) for kind in {kinds[layer] for layer in layers}}
+        of_kind = {kind: _named(setting, find, paths[kind]) for kind in {kinds[layer] for layer in layers}}
     except SlowPatternError as error:
         return Match(setting.field, pattern, layers, {}, layers, str(error))
     named = dict.fromkeys(name for kind in kinds if kind in of_kind for name in of_kind[kind])
@@ -69,6 +82,15 @@ def _match(setting: Setting, graph: Graph, find: Find) -> Match:
     all_paths = {path: None for kind in of_kind for path in paths[kind]}
     problem = _problem(setting, pattern, all_paths)
     return Match(setting.field, pattern, layers, {}, missed, problem, _nearest(setting, pattern, all_paths))
+
+
+def _named(setting: Setting, find: Find, paths: Sequence[str]) -> list[str]:
+    """What the pattern names of a layer, whose input can be swapped; to recompute it means nothing, so there it counts
+    only where nothing else is named."""
+    pattern = setting.pattern or ""
+    if setting.field == OP_SWAP:
+        return find(pattern, [*paths, INPUT_PATH])
+    return find(pattern, paths) or find(pattern, [INPUT_PATH])
 
 
 def _hits_of(setting: Setting) -> Find:

@@ -7,7 +7,7 @@ says recompute leaves them saved, but they can be swapped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,9 @@ class Rule:
     communication ops alone, each likewise without its number or by a familiar name. Matching once over the path and
     once over each module around it, rather than with one longer regex, leaves the pattern's anchors, lookaheads,
     alternatives and inline flags to mean what they mean.
+
+    `label` is the setting that the rule was made from, as its user wrote it: ``recompute.exclude_op 'mm'``. It is for
+    people to read, and makes no two rules differ.
     """
 
     pattern: str
@@ -51,6 +54,12 @@ class Rule:
     layers: tuple[int, ...] | None = None
     tier: Tier | None = None
     reach: Reach = "op"
+    label: str | None = field(default=None, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The rule as a message names it: by its setting, or else by its pattern."""
+        return self.label or repr(self.pattern)
 
     def applies_to(self, layer: int) -> bool:
         """Whether the rule speaks of this layer."""
@@ -76,13 +85,15 @@ _READINGS: dict[Reach, Callable[[str, str], bool]] = {
 class Plan:
     """Ordered rules under a `name`; ops that no rule matches are saved. With a `fingerprint` it fits one model only.
 
-    `prefetch` is how many regions ahead of the backward pass swapped values start on their way back.
+    `prefetch` is how many regions ahead of the backward pass swapped values start on their way back. With `one_fate` no
+    op may be both recomputed and swapped by its rules, as is promised for the sections of a configuration.
     """
 
     name: str
     rules: tuple[Rule, ...] = ()
     fingerprint: Fingerprint | None = None
     prefetch: int = 1
+    one_fate: bool = field(default=False, compare=False)
 
     def rules_for(self, layer: int) -> tuple[Rule, ...]:
         """The rules that speak of one layer, in order."""
@@ -108,7 +119,7 @@ class RuleSet:
     def __init__(self, rules: tuple[Rule, ...]) -> None:
         self.rules = rules
         self.matched: set[Rule] = set()
-        self._winners: dict[str, Rule | None] = {}
+        self._matching: dict[str, tuple[Rule, ...]] = {}
 
     def meet(self, paths: Iterable[str]) -> None:
         """Note which rules match any of these paths."""
@@ -122,11 +133,15 @@ class RuleSet:
 
     def winner_of(self, path: str) -> Rule | None:
         """The rule that decides about the op at `path`."""
-        if path not in self._winners:
-            matching = [rule for rule in self.rules if rule.matches(path)]
-            self.matched.update(matching)
-            self._winners[path] = matching[-1] if matching else None
-        return self._winners[path]
+        matching = self.matching(path)
+        return matching[-1] if matching else None
+
+    def matching(self, path: str) -> tuple[Rule, ...]:
+        """All rules that speak of the op at `path`, in order."""
+        if path not in self._matching:
+            self._matching[path] = tuple(rule for rule in self.rules if rule.matches(path))
+            self.matched.update(self._matching[path])
+        return self._matching[path]
 
     def tier_of(self, path: str) -> Tier | None:
         """The tier that the deciding rule names for the op at `path`, if any."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
+from actmem.config.document import Document, Location, in_order, read_document
 from actmem.config.layers import from_ranges, to_ranges
 from actmem.config.patterns import pattern_problem
+from actmem.config.shown import quoted, shown
 from actmem.errors import PlanError
 from actmem.files import replace_file
 from actmem.graph import Fingerprint
@@ -28,12 +29,12 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan file; `PlanError` lists everything wrong with it."""
+    """Read a plan file; `PlanError` lists everything wrong with it, each with its line."""
     try:
-        data = _yaml().load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"cannot read the plan {path}: {error}; name a file written by Plan.save") from error
-    return _PlanReader(str(path)).read(data)
+    return _PlanReader(str(path), read_document(text)).read()
 
 
 def _to_dict(plan: Plan) -> dict[str, Any]:
@@ -61,103 +62,124 @@ def _rule_to_dict(rule: Rule) -> dict[str, Any]:
     }
     if rule.reach != "op":
         data["reach"] = rule.reach
-    return data if rule.tier is None else data | {"tier": rule.tier}
+    if rule.tier is not None:
+        data["tier"] = rule.tier
+    if rule.label is not None:
+        data["from"] = rule.label
+    return data
 
 
 class _PlanReader:
-    """Reads a plan's data and collects everything wrong with it before refusing."""
+    """Reads a plan's document and collects everything wrong with it before refusing."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, document: Document) -> None:
         self._source = source
-        self._faults: list[str] = []
+        self._document = document
+        self._faults = list(document.faults)
 
-    def read(self, data: object) -> Plan:
-        if not isinstance(data, Mapping) or data.get("actmem_plan") != FORMAT_VERSION:
-            raise PlanError(f"{self._source} is not a plan: it must begin with 'actmem_plan: {FORMAT_VERSION}'")
-        self._known(data, {"actmem_plan", "name", "fingerprint", "prefetch", "rules"}, "the plan")
+    def read(self) -> Plan:
+        data = self._document.value
+        if not isinstance(data, dict) or data.get("actmem_plan") != FORMAT_VERSION:
+            self._refuse(f"{self._source} is not a plan: it must begin with 'actmem_plan: {FORMAT_VERSION}'")
+        assert isinstance(data, dict)
+        self._known(data, {"actmem_plan", "name", "fingerprint", "prefetch", "rules"}, ())
         rules = data.get("rules", [])
         if not isinstance(rules, list):
-            self._faults.append(f"rules: {rules!r} is not a list")
+            self._note(("rules",), f"{rules!r} is not a list")
             rules = []
-        read = [self._rule(item, f"rules[{index}]") for index, item in enumerate(rules)]
+        read = [self._rule(item, ("rules", index)) for index, item in enumerate(rules)]
         name = data.get("name", Path(self._source).stem)
         if not isinstance(name, str):
-            self._faults.append(f"name: {name!r} is not a text")
+            self._note(("name",), f"{name!r} is not a text")
         fingerprint = self._fingerprint(data["fingerprint"]) if data.get("fingerprint") is not None else None
         prefetch = self._prefetch(data.get("prefetch", 1))
         if self._faults:
             noun = "fault" if len(self._faults) == 1 else "faults"
-            raise PlanError("\n  ".join([f"{len(self._faults)} {noun} in the plan {self._source}:", *self._faults]))
+            self._refuse(f"{len(self._faults)} {noun} in the plan {self._source}:")
         return Plan(str(name), tuple(rule for rule in read if rule is not None), fingerprint, prefetch)
 
-    def _known(self, data: Mapping[str, object], allowed: set[str], where: str) -> None:
-        unknown = sorted(str(key) for key in data if key not in allowed)
-        if unknown:
-            self._faults.append(f"{where}: unknown keys {unknown}; allowed: {sorted(allowed)}")
+    def _refuse(self, message: str) -> NoReturn:
+        faults = in_order(self._faults)
+        raise PlanError("\n  ".join([message, *map(str, faults)]), faults)
 
-    def _rule(self, item: object, where: str) -> Rule | None:
-        if not isinstance(item, Mapping):
-            self._faults.append(f"{where}: {item!r} is not a mapping of layers, ops and action")
+    def _note(self, location: Location, problem: str, allowed: object = None) -> None:
+        self._faults.append(self._document.fault(location, problem, allowed=None if allowed is None else str(allowed)))
+
+    def _known(self, data: Mapping[str, object], allowed: set[str], location: Location) -> None:
+        for key in data:
+            if key not in allowed:
+                self._note((*location, key), "is not a key of a plan", sorted(allowed))
+
+    def _rule(self, item: object, at: Location) -> Rule | None:
+        if not isinstance(item, dict):
+            self._note(at, f"{shown(item)} is not a mapping of layers, ops and action")
             return None
         before = len(self._faults)
-        self._known(item, {"layers", "ops", "action", "tier", "reach"}, where)
-        pattern = self._pattern(item.get("ops"), where)
-        layers = self._layers(item.get("layers", "all"), where)
+        self._known(item, {"layers", "ops", "action", "tier", "reach", "from"}, at)
+        pattern = self._pattern(item.get("ops"), (*at, "ops"))
+        layers = self._layers(item.get("layers", "all"), (*at, "layers"))
         actions = {action.value: action for action in Action}
         action = actions.get(str(item.get("action")))
         if action is None:
-            self._faults.append(f"{where}.action: {item.get('action')!r}; allowed: {sorted(actions)}")
-        tier = self._tier(item.get("tier"), action, where)
-        reach = self._reach(item.get("reach", "op"), where)
+            self._note((*at, "action"), shown(item.get("action")), sorted(actions))
+        tier = self._tier(item.get("tier"), action, (*at, "tier"))
+        reach = self._reach(item.get("reach", "op"), (*at, "reach"))
+        label = self._label(item.get("from"), (*at, "from"))
         if len(self._faults) > before or action is None:
             return None
-        return Rule(pattern, action, layers, tier, reach)
+        return Rule(pattern, action, layers, tier, reach, label)
 
-    def _tier(self, tier: object, action: Action | None, where: str) -> Tier | None:
+    def _tier(self, tier: object, action: Action | None, at: Location) -> Tier | None:
         for known in TIERS:
             if tier == known and action is Action.SWAP:
                 return known
         if tier in TIERS and action is not None:
-            self._faults.append(f"{where}.tier: {tier!r} beside action {action.value}; only a swap has a tier")
+            self._note(at, f"{tier!r} beside action {action.value}; only a swap has a tier")
         elif tier is not None:
-            self._faults.append(f"{where}.tier: {tier!r}; allowed: {sorted(TIERS)}, or none for that of the settings")
+            self._note(at, shown(tier), f"{sorted(TIERS)}, or none for that of the settings")
         return None
 
-    def _reach(self, reach: object, where: str) -> Reach:
+    def _reach(self, reach: object, at: Location) -> Reach:
         for known in REACHES:
             if reach == known:
                 return known
-        self._faults.append(f"{where}.reach: {reach!r}; allowed: {sorted(REACHES)}")
+        self._note(at, shown(reach), sorted(REACHES))
         return "op"
+
+    def _label(self, label: object, at: Location) -> str | None:
+        if label is None or isinstance(label, str):
+            return label
+        self._note(at, shown(label), "a text that names the setting behind the rule, or none")
+        return None
 
     def _prefetch(self, prefetch: object) -> int:
         if isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0:
             return prefetch
-        self._faults.append(f"prefetch: {prefetch!r}; allowed: a whole number of regions, 0 or more")
+        self._note(("prefetch",), shown(prefetch), "a whole number of regions, 0 or more")
         return 1
 
-    def _pattern(self, pattern: object, where: str) -> str:
+    def _pattern(self, pattern: object, at: Location) -> str:
         if not isinstance(pattern, str):
-            self._faults.append(f"{where}.ops: {pattern!r} is not a regex in text form")
+            self._note(at, f"{shown(pattern)} is not a regex in text form")
             return ""
         if problem := pattern_problem(pattern):
-            self._faults.append(f"{where}.ops: {pattern!r} {problem}")
+            self._note(at, f"{quoted(pattern)} {problem}")
         return pattern
 
-    def _layers(self, layers: object, where: str) -> tuple[int, ...] | None:
+    def _layers(self, layers: object, at: Location) -> tuple[int, ...] | None:
         if layers == "all":
             return None
         try:
             return from_ranges(layers if isinstance(layers, list) else [str(layers)])
         except ValueError as error:
-            self._faults.append(f"{where}.layers: {error}")
+            self._note(at, str(error))
             return None
 
     def _fingerprint(self, data: object) -> Fingerprint | None:
         try:
-            if not isinstance(data, Mapping):
+            if not isinstance(data, dict):
                 raise TypeError(f"{data!r} is not a mapping")
-            self._known(data, {"model", "regions", "dtypes", "inputs", "autocast"}, "fingerprint")
+            self._known(data, {"model", "regions", "dtypes", "inputs", "autocast"}, ("fingerprint",))
             kinds = {layer: str(group["kind"]) for group in data["regions"] for layer in from_ranges(group["layers"])}
             return Fingerprint(
                 model=str(data["model"]),
@@ -167,7 +189,7 @@ class _PlanReader:
                 autocast=None if data["autocast"] is None else str(data["autocast"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            self._faults.append(f"fingerprint: {error!r}; leave it as Plan.save wrote it, or remove it whole")
+            self._note(("fingerprint",), f"{error!r}; leave it as Plan.save wrote it, or remove it whole")
             return None
 
 

@@ -9,18 +9,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from actmem.config.layers import to_ranges
 from actmem.config.op_names import FAMILIAR_NAMES
 from actmem.config.overlaps import ATTENTION_PATTERN
 from actmem.config.schema import RunConfig
-from actmem.config.section_rules import used_sections
-from actmem.config.settings import COMM, EXCLUDE, FULL, LAYER_SWAP, OP_SWAP, SELECT, settings_in_effect
+from actmem.config.settings import (
+    COMM,
+    EXCLUDE,
+    FULL,
+    LAYER_FIELDS,
+    LAYER_SWAP,
+    OP_SWAP,
+    SELECT,
+    Setting,
+    settings_in_effect,
+)
+from actmem.config.ways import used_sections
 from actmem.errors import PlanError
-from actmem.planning.plan import Action, Plan, Rule
+from actmem.planning.plan import Action, Plan, Reach, Rule
 
 WHOLE_LAYER = ".*"
+_ATTENTION = "activation_swap"
 
 
 def plan_of(config: RunConfig) -> str | Path | Plan:
@@ -38,6 +50,12 @@ def plan_of(config: RunConfig) -> str | Path | Plan:
     return plan_of_sections(config) if used_sections(config) else "none"
 
 
+def way_of(config: RunConfig) -> str:
+    """The setting that says what becomes of activations; the first, where the sections say it together."""
+    ways = {"memory_budget": config.memory_budget, "plan": config.plan, "policy": config.policy}
+    return next((way for way, value in ways.items() if value is not None), next(iter(used_sections(config)), "policy"))
+
+
 def name_of(plan: str | Path | Plan) -> str:
     """The name of what `plan_of` gives, for a person to read."""
     return plan.name if isinstance(plan, Plan) else str(plan)
@@ -46,12 +64,29 @@ def name_of(plan: str | Path | Plan) -> str:
 def plan_of_sections(config: RunConfig) -> Plan:
     """The plan that the sections of a sound configuration describe, as far as they are switched on."""
     rules = (*_recompute_rules(config), *_excluding_rules(config), *_comm_rules(config), *_swap_rules(config))
-    return Plan(_name(config), rules, prefetch=config.swap.default_prefetch)
+    return Plan(_name(config), rules, prefetch=config.swap.default_prefetch, one_fate=True)
 
 
 def recomputed_layers(config: RunConfig) -> tuple[int, ...]:
     """The layers in which `recompute` recomputes anything."""
     return _union(setting.layers for setting in settings_in_effect(config, FULL, SELECT))
+
+
+def excluded_names(config: RunConfig) -> list[Setting]:
+    """The entries of a list in `exclude_op`, each as a setting of all layers in which anything is recomputed."""
+    excluded, layers = config.recompute.exclude_op, recomputed_layers(config)
+    if not isinstance(excluded, tuple) or not layers:
+        return []
+    return [Setting(EXCLUDE, (), layers, text, (index,)) for index, text in enumerate(excluded)]
+
+
+def settings_by_name(config: RunConfig) -> dict[str, Setting]:
+    """The settings that are in effect, by the names that their rules have for a label; of several, the first."""
+    found = [*settings_in_effect(config, *LAYER_FIELDS), *excluded_names(config)]
+    by_name = {setting.name: setting for setting in reversed(found)}
+    if config.activation_swap != "none":
+        by_name[_ATTENTION] = Setting(_ATTENTION, (), (config.activation_swap,))
+    return by_name
 
 
 def pattern_of_excluded(text: str) -> str:
@@ -72,35 +107,38 @@ def pattern_of_excluded(text: str) -> str:
 
 def _recompute_rules(config: RunConfig) -> Iterator[Rule]:
     for setting in settings_in_effect(config, SELECT):
-        yield Rule(setting.pattern or WHOLE_LAYER, Action.RECOMPUTE, setting.layers, reach="below")
+        yield _rule(setting, Action.RECOMPUTE, "below")
     for setting in settings_in_effect(config, FULL):
-        yield Rule(WHOLE_LAYER, Action.RECOMPUTE, setting.layers)
+        yield _rule(setting, Action.RECOMPUTE)
 
 
 def _excluding_rules(config: RunConfig) -> Iterator[Rule]:
-    layers, excluded = recomputed_layers(config), config.recompute.exclude_op
-    if excluded is None or not layers:
-        return
+    layers = recomputed_layers(config)
     for setting in settings_in_effect(config, EXCLUDE):
-        both = tuple(layer for layer in setting.layers if layer in layers)
-        yield Rule(setting.pattern or WHOLE_LAYER, Action.SAVE, both, reach="below")
-    if isinstance(excluded, tuple):
-        yield from (Rule(pattern_of_excluded(text), Action.SAVE, layers) for text in excluded)
+        # Where it speaks of no recomputed layer at all, the rule stays, so that it can be told to do nothing.
+        both = tuple(layer for layer in setting.layers if layer in layers) or setting.layers
+        yield replace(_rule(setting, Action.SAVE, "below"), layers=both)
+    for setting in excluded_names(config):
+        yield replace(_rule(setting, Action.SAVE), pattern=pattern_of_excluded(setting.pattern or ""))
 
 
 def _comm_rules(config: RunConfig) -> Iterator[Rule]:
     for setting in settings_in_effect(config, COMM):
-        yield Rule(setting.pattern or WHOLE_LAYER, Action.RECOMPUTE, setting.layers, reach="communication")
+        yield _rule(setting, Action.RECOMPUTE, "communication")
 
 
 def _swap_rules(config: RunConfig) -> Iterator[Rule]:
     if config.activation_swap == "attention":
-        yield Rule(rf"{ATTENTION_PATTERN}\..*", Action.SWAP)
+        yield Rule(rf"{ATTENTION_PATTERN}\..*", Action.SWAP, label=_ATTENTION)
     for setting in settings_in_effect(config, OP_SWAP):
-        yield Rule(setting.pattern or WHOLE_LAYER, Action.SWAP, setting.layers, reach="below")
+        yield _rule(setting, Action.SWAP, "below")
     layers = _union(setting.layers for setting in settings_in_effect(config, LAYER_SWAP))
     if layers:
-        yield Rule(WHOLE_LAYER, Action.SWAP, layers)
+        yield Rule(WHOLE_LAYER, Action.SWAP, layers, label=LAYER_SWAP)
+
+
+def _rule(setting: Setting, action: Action, reach: Reach = "op") -> Rule:
+    return Rule(setting.pattern or WHOLE_LAYER, action, setting.layers, reach=reach, label=setting.name)
 
 
 def _name(config: RunConfig) -> str:

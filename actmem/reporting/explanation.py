@@ -47,7 +47,7 @@ class OpRow:
 @dataclass(frozen=True)
 class Explanation:
     """The rows of one layer; `layers` are the indices of all that run the same ops under the same rules. `idle` are
-    patterns of rules for these layers that match no op in them."""
+    the rules for these layers that match no op in them, by their settings or patterns."""
 
     kind: str
     layers: tuple[int, ...]
@@ -107,7 +107,7 @@ def _explain_group(
 ) -> Explanation:
     rules = RuleSet(source.rules(layers[0], graph))
     rules.meet([INPUT_PATH, *(op.path for op in graph.ops)])
-    idle = tuple(rule.pattern for rule in rules.rules if rule not in rules.matched)
+    idle = tuple(rule.label or rule.pattern for rule in rules.rules if rule not in rules.matched)
     fates = fates_under(graph, rules, min_swap_bytes=min_swap_bytes)
     rows = explain(fates)
     if pricer is not None:

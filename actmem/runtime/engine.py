@@ -12,18 +12,17 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from actmem._compat import storage_id
-from actmem.config.layers import to_ranges
 from actmem.config.schema import MemoryConfig
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
 from actmem.planning import Action, Fingerprint, Plan, Policy, Rule
-from actmem.planning.fates import deciding_path
-from actmem.planning.plan import Tier
+from actmem.planning.clashes import refuse_clashes_in
+from actmem.planning.idle_rules import Deeds, idle_rules
+from actmem.planning.plan import INPUT_PATH, RuleSet, Tier
 from actmem.planning.policies import SWAPPING
 from actmem.runtime.learning import Script
 from actmem.runtime.swap.swapper import Swapper
 from actmem.runtime.tape import Tape
-from actmem.units import format_bytes
 
 _MAX_SCRIPTS = 256
 
@@ -33,13 +32,15 @@ class NoEffectWarning(UserWarning):
 
 
 class RuleSource(Protocol):
-    """Where a region's rules come from. `must_free`: somebody wrote each rule, so one that frees nothing is news."""
+    """Where a region's rules come from. `must_free`: somebody wrote each rule, so one that frees nothing is news.
+    `one_fate`: no op may be both recomputed and swapped by the rules."""
 
     name: str
     must_free: bool
     made_for: Fingerprint | None
     prefetch: int
     may_swap: bool
+    one_fate: bool
 
     @property
     def tiers(self) -> Set[Tier]:
@@ -63,6 +64,7 @@ class PlanRules:
         self.made_for = plan.fingerprint
         self.prefetch = plan.prefetch
         self.may_swap = any(rule.action is Action.SWAP for rule in plan.rules)
+        self.one_fate = plan.one_fate
 
     @property
     def tiers(self) -> Set[Tier]:
@@ -84,6 +86,7 @@ class PolicyRules:
     must_free = False
     made_for: Fingerprint | None = None
     prefetch = 1
+    one_fate = False
     tiers: frozenset[Tier] = frozenset()
 
     def __init__(self, name: str, policy: Policy) -> None:
@@ -116,10 +119,8 @@ class Engine:
         self._model = weakref.ref(model)
         self._verify = memory.verify
         self._strict = memory.strict_matching
-        self._matched: set[Rule] = set()
-        self._freeing: set[Rule | None] = set()
         self._has_reported = False
-        self._swaps = False
+        self._deeds = Deeds()
         self._asked: dict[int, tuple[Rule, ...]] = {}
         self._num_layers = num_layers
 
@@ -178,15 +179,21 @@ class Engine:
         if len(self.shared) > _MAX_SCRIPTS:
             del self.shared[next(iter(self.shared))]
 
+    def rules_of(self, layer: int, graph: RegionGraph) -> RuleSet:
+        """The rules of a layer, which have met all that its last call did. Raises `ConfigError` where the sections of a
+        configuration recompute and swap one op."""
+        rules = RuleSet(self.source.rules(layer, graph))
+        paths = [op.path for op in graph.ops]
+        rules.meet([*paths, INPUT_PATH])
+        if self.source.one_fate:
+            refuse_clashes_in(rules, paths, layer)
+        return rules
+
     def note_matches(self, layer: int, script: Script) -> None:
         """Note what a layer's rules matched and freed; once all layers have run, report rules that did nothing."""
-        rules, fates = script.rules, script.fates
-        self._asked[layer] = rules.rules
-        self._matched |= rules.matched
-        self._swaps = self._swaps or bool(fates.swapped)
-        gone = fates.dropped | fates.swapped
-        deciding = {deciding_path(fates.graph, storage, rules.communicates_again) for storage in gone}
-        self._freeing |= set(map(rules.winner_of, deciding))
+        self._asked[layer] = script.rules.rules
+        if not self._has_reported:
+            self._deeds.note(script.rules, script.fates)
         if len(self._asked) == self._num_layers:
             self.report_no_effect()
 
@@ -195,31 +202,15 @@ class Engine:
         if self._has_reported or not self._asked:
             return
         self._has_reported = True
-        asked = dict.fromkeys(rule for rules in self._asked.values() for rule in rules)
-        unmatched = [rule for rule in asked if rule not in self._matched]
-        faults = [f"{_named(rule)} matches no op" for rule in unmatched]
-        if self.source.must_free:
-            idle = [rule for rule in asked if rule.action is not Action.SAVE and rule in self._matched - self._freeing]
-            faults += [f"{_named(rule)} frees 0 bytes: {_why_idle(rule)}" for rule in idle]
-        if self.source.may_swap and not self.source.must_free and not self._swaps:
-            faults = [
-                f"nothing is swapped: what it names is not saved, or is below {format_bytes(self.min_swap_bytes)}"
-            ]
-        if not faults:
+        idle = idle_rules(self._deeds, self.source)
+        self._deeds = Deeds()
+        if not idle:
             return
-        message = f"rules of {self.source.name} without effect: {'; '.join(faults)}; `actmem explain` lists the paths"
+        told = "; ".join(map(str, idle))
+        message = f"rules of {self.source.name} without effect: {told}; `actmem explain` lists the paths"
         if self._strict:
             raise PlanError(message)
         warnings.warn(message, NoEffectWarning, stacklevel=2)
-
-
-def _why_idle(rule: Rule) -> str:
-    too_small = ", or is below memory.min_swap_bytes" if rule.action is Action.SWAP else ""
-    return f"what it matches is not saved, or must be{too_small}"
-
-
-def _named(rule: Rule) -> str:
-    return f"{rule.pattern!r} in layers {'all' if rule.layers is None else ', '.join(to_ranges(rule.layers))}"
 
 
 class _Active:

@@ -142,9 +142,7 @@ class PlannedRegion:
             with tape.scope.following(tape.keep_what_leaves_a_shard):
                 out = self._record(tape, forward, args, kwargs)
             graph = tape.graph()
-            rules = RuleSet(self._engine.source.rules(self._stats.layer, graph))
-            rules.meet(op.path for op in graph.ops)
-            rules.meet([INPUT_PATH])
+            rules = self._engine.rules_of(self._stats.layer, graph)
             fates = fates_under(graph, rules, min_swap_bytes=self._engine.min_swap_bytes)
             script = tape.settle(fates, rules)
         finally:

@@ -33,6 +33,7 @@ from actmem.training.budget import describe as describe_plan
 from actmem.training.budget import plan_run
 from actmem.training.capacity import refuse_too_small_tiers
 from actmem.training.checkpoint import Checkpoints, describe
+from actmem.training.clashes import refuse_clashing_sections
 from actmem.training.corpus import open_corpus
 from actmem.training.device import choose_device
 from actmem.training.export import export_model, gather_model
@@ -74,9 +75,10 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
 
     Ctrl-C or SIGTERM finishes the step in hand, saves a checkpoint and returns. `progress` shows the run on standard
     error. Raises `DataError`, `ModelError`, `ApplyError`, `PlanError`, `PlatformError`, `CheckpointError`,
-    `ConfigError` for tiers that are too small for what the plan swaps, `SwapError` for a swapped value that cannot be
-    read back, and `NonFiniteError` for a loss or gradient that is not finite.
+    `ConfigError` for sections that recompute and swap one op and for tiers that are too small, `SwapError` for a
+    swapped value that cannot be read back, and `NonFiniteError` for a loss or gradient that is not finite.
     """
+    refuse_clashing_sections(config)
     directory = RunDirectory(config.train.output_dir)
     with ExitStack() as stack:
         world = stack.enter_context(join(config, choose_device(config.train.device)))

@@ -130,7 +130,7 @@ def test_an_error_of_a_command_is_shown_on_stderr(
     def fail(*_: object) -> None:
         raise DataError("the corpus [/red] is empty")
 
-    monkeypatch.setattr("actmem.cli.check.load_config", fail)
+    monkeypatch.setattr("actmem.cli.check.read_config", fail)
     assert run_with(["check", "x.yaml"], monkeypatch) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", "error: the corpus [/red] is empty\n")
@@ -140,7 +140,7 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("actmem.cli.check.load_config", interrupt)
+    monkeypatch.setattr("actmem.cli.check.read_config", interrupt)
     assert run_with(["check", "x.yaml"], monkeypatch) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -189,4 +189,36 @@ def test_a_plan_file_is_read_too(config: Path, tmp_path: Path) -> None:
     config.write_text(SOUND + "plan: plan.yaml\n")
     code, output = check(config)
     assert code == 2
-    assert "2 faults in the plan plan.yaml" in output
+    shown = lines(output)
+    assert shown[0] == f"{config}: 2 faults"
+    assert shown[1].startswith("line 2  plan.yaml: rules[0].ops     '(' is not a valid regex: missing )")
+    assert shown[2].startswith("line 2  plan.yaml: rules[0].action  'drop'")
+
+
+def test_faults_of_a_plan_file_hide_no_others_and_are_hidden_by_none(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("actmem_plan: 1\n\nrules:\n- {ops: a, action: drop}\n- {action: save}\n")
+    in_plan = [("plan.yaml: rules[0].action", 4), ("plan.yaml: rules[1].ops", 5)]
+    for text, others in [
+        ("train: {steps: x}\nplan: plan.yaml\n", [("train.steps", 3)]),
+        ("plan: plan.yaml\nplatform: mindspore\n", [("platform", 4)]),
+        ("plan: plan.yaml\nactivation_swap: attention\n", [("activation_swap", 4)]),
+        ("plan: plan.yaml\ntrain: {steps: 10, steps: x}\n", [("train.steps", 4), ("train.steps", 4)]),
+    ]:
+        config.write_text(SOUND + text)
+        code, output = check(config, "--json")
+        assert code == 2
+        assert [(each["path"], each["line"]) for each in json.loads(output)["faults"]] == [*others, *in_plan]
+    headless = SOUND.replace("qwen3-tiny}", "qwen3-tiny, config: {num_attention_heads: 0}}")
+    config.write_text(headless + "plan: plan.yaml\n")
+    found = json.loads(check(config, "--json")[1])["faults"]
+    assert [(each["path"], each["line"]) for each in found] == [("model", 1), *in_plan]
+
+
+def test_another_platform_hides_nothing(config: Path) -> None:
+    config.write_text(
+        SOUND + "platform: mindspore\nmemory: {strict_matching: true}\n"
+        "recompute: {mode: select, select_module: {mpl: [0]}}\n"
+    )
+    code, output = check(config, "--json")
+    paths = [(each["path"], each["line"]) for each in json.loads(output)["faults"]]
+    assert (code, paths) == (2, [("platform", 3), ("recompute.select_module['mpl']", 5)])

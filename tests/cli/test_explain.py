@@ -81,6 +81,12 @@ def test_a_plan_file_and_its_idle_rule(config: Path) -> None:
     assert "1 rule for these layers without any op that matches: mpl.*" in output
 
 
+def test_an_idle_setting_is_named_as_it_was_written(config: Path) -> None:
+    sections = "recompute={mode: full, full_recompute_layer: [0-3], exclude_op: [AllGather]}"
+    _, output = run(config, "policy=null", sections)
+    assert "any op that matches: recompute.exclude_op 'AllGather'" in output
+
+
 def test_a_plan_for_another_model_is_refused(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

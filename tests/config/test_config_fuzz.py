@@ -171,7 +171,7 @@ WAYS: dict[str, Any] = {
     "model": {"name": "qwen3-tiny"},
     "data": {"path": ["a"]},
     "recompute": {"mode": "select", "select_module": {".*mlp": ["0-1"]}, "full_recompute_layer": [3]},
-    "recompute_comm": {"enable": True, "select_module": {".*all_gather": [0]}},
+    "recompute_comm": {"enable": True, "select_module": {".*all_gather": [1]}},
     "swap": {"enable": True, "layer_swap": [{"layers": [2]}], "op_swap": [{"op_name": "self_attn", "layers": [0]}]},
 }
 SECTIONS = ("recompute", "recompute_comm", "swap", "activation_swap")

@@ -112,3 +112,84 @@ def test_a_vocabulary_size_beside_a_tokenizer_has_no_effect(tmp_path: Path) -> N
 def test_settings_with_effect_are_not_warned_of() -> None:
     train = "train: {eval_batches: 3, eval_every: 5, keep_checkpoints: 1, checkpoint_every: 5, warmup_steps: 100}"
     assert idle_settings(parse_config(f"{MODEL}{DATA}{train}")) == ()
+
+
+OVERLAP = """\
+recompute: {mode: select, select_module: {'.*mlp': [0]}}
+swap:
+  enable: true
+  op_swap:
+    - {op_name: '.*mlp', layers: [0, x]}
+    - {op_name: 3, layers: [0]}
+    - {op_name: '.*up_proj', layers: [0]}
+    - {op_name: mlp, layers: [9], typo: 1}
+  layer_swap: [{}, [0], {layers: [0]}, {layers: [3]}]
+"""
+
+
+def test_one_bad_entry_of_a_list_hides_no_other() -> None:
+    assert [(path, line) for path, line, _ in found(MODEL + DATA + OVERLAP)] == [
+        ("swap.op_swap[0].layers[1]", 7),
+        ("swap.op_swap[1].op_name", 8),
+        ("swap.op_swap[2].layers", 9),
+        ("swap.op_swap[3].layers[0]", 10),
+        ("swap.op_swap[3].typo", 10),
+        ("swap.layer_swap[0].layers", 11),
+        ("swap.layer_swap[1]", 11),
+        ("swap.layer_swap[2].layers", 11),
+        ("swap.layer_swap[3].layers[0]", 11),
+    ]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["recompute_comm: {enable: 1}", "activation_swap: odd", "swap: {layer_swap: [3], odd: 1, default_prefetch: x}"],
+)
+def test_what_is_recomputed_and_swapped_is_told_beside_any_other_fault(fault: str) -> None:
+    swap = "enable: true, op_swap: [{op_name: mlp, layers: [0]}]"
+    sections = f"recompute: {{mode: full, full_recompute_layer: [0], exclude_op: 3}}\nswap: {{{swap}}}\n"
+    text = sections.replace(swap, f"{swap}, {fault[7:-1]}") if fault.startswith("swap") else f"{sections}{fault}\n"
+    problems = {path: problem for path, _, problem in found(MODEL + DATA + text)}
+    assert problems["swap.op_swap[0].layers"] == "is also recomputed, by recompute.full_recompute_layer: layer 0"
+    assert problems["recompute.exclude_op"] == "3 is a whole number"
+    assert len(problems) > 2
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("policy: ful", "policy: 'ful'"), ("plan: []", "plan: []"), ("memory_budget: 3XB", "memory_budget: '3XB'"),
+     ("policy: !odd x", "policy")],
+)  # fmt: skip
+def test_a_way_that_is_misspelt_is_a_way_all_the_same(way: str, name: str) -> None:
+    text = f"{MODEL}{DATA}{way}\nactivation_swap: attention\n"
+    problems = {path: problem for path, _, problem in found(text)}
+    assert problems["activation_swap"] == f"is given beside {name}; both say what becomes of activations"
+    assert way.partition(":")[0] in problems
+
+
+def test_what_is_given_twice_hides_nothing() -> None:
+    text = f"""\
+{MODEL}{DATA}train: {{steps: 3}}
+swap: {{enable: true, layer_swap: [{{layers: [0], layers: [8]}}]}}
+train: {{steps: x, odd: 1, warmup_steps: 600}}
+recompute: {{mode: full, mode: ful}}
+recompute: {{mode: select, select_module: {{'(': [0], mlp: [9]}}, exclude_op: !odd x}}
+train: 3
+policy: full
+"""
+    assert [(line, path) for path, line, _ in found(text)] == [
+        (4, "swap.enable"),
+        (4, "swap.layer_swap[0].layers"),
+        (4, "swap.layer_swap[0].layers[0]"),
+        (5, "train"),
+        (5, "train.steps"),
+        (5, "train.odd"),
+        *[(6, "recompute.mode")] * 4,
+        (7, "recompute"),
+        (7, "recompute.mode"),
+        (7, "recompute.select_module['(']"),
+        (7, "recompute.select_module.mlp[0]"),
+        (7, "recompute.exclude_op"),
+        (8, "train"),
+        (8, "train"),
+    ]

@@ -3,11 +3,14 @@ said of each. The model has four layers, unless a case says otherwise."""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from actmem.config.layers import from_ranges
@@ -102,6 +105,8 @@ SOUND: list[tuple[str, list[tuple[int, ...]]]] = [
     (SELECT % "{'.*mlp': [0-3]}" + "\nactivation_swap: attention", [(0, 1, 2, 3)]),
     (SELECT % "{sdpa|mlp: [0]}" + "\n" + OPS.replace(".*mlp", r".*\.sdpa") % "[0]", [(0,), (0,)]),
     (SWAP % "[0]" + "\nactivation_swap: attention", [(0,)]),
+    (COMM % r"{'mlp\.all_gather': [0-3]}" + "\nactivation_swap: attention", [(0, 1, 2, 3)]),
+    (COMM % r"{'.*self_attn': [0]}" + "\nactivation_swap: attention", [(0,)]),  # a module, so of no effect
     ("recompute: {mode: None, full_recompute_layer: [0-2]}\n" + SWAP % "[0-2]", [(0, 1, 2), (0, 1, 2)]),
     ("recompute: {mode: full, full_recompute_layer: [0], select_module: {x: [1]}}\n" + OPS % "[1]", [(0,), (1,), (1,)]),
     (FULL % "[0-2]" + "\nswap: {enable: false, layer_swap: [{layers: [0-2]}]}", [(0, 1, 2), (0, 1, 2)]),
@@ -285,6 +290,32 @@ WRONG: list[tuple[str, str, str]] = [
     (FULL % "[0]" + "\nactivation_swap: attention", "activation_swap", f"is also recomputed, by {FRL}: layer 0"),
     (SELECT % "{'.*q_proj': [0]}" + "\nactivation_swap: attention", "activation_swap", "self_attn.q_proj.t in layer 0"),
     (COMM % r"{'.*\.all_gather': [0]}" + "\n" + SWAP % "[0]", f"{S}.layer_swap[0].layers", "is also recomputed"),
+    (
+        COMM % r"{'.*\.all_gather': [0]}" + "\nactivation_swap: attention",
+        "activation_swap",
+        "all_gather_into_tensor in",
+    ),
+    (COMM % r"{'.*\.AllReduce': [0]}" + "\n" + OPS % "[0]", f"{S}.op_swap[0].layers", "mlp.all_reduce in layer 0"),
+    (
+        COMM % "{'.*': [0]}" + "\n" + OPS.replace(".*mlp", ".*wait_tensor") % "[0]",
+        f"{S}.op_swap[0].layers",
+        "tensor in",
+    ),
+    (
+        SELECT % "{'.*q_proj': [0]}" + "\n" + OPS.replace(".*mlp", ".*addmm") % "[0]",
+        f"{S}.op_swap[0].layers",
+        "self_attn.q_proj.addmm in layer 0",
+    ),
+    (
+        SELECT % "{'.*_layernorm': [1]}" + "\n" + OPS.replace(".*mlp", ".*_to_copy") % "[0-1]",
+        f"{S}.op_swap[0].layers",
+        "input_layernorm._to_copy in layer 1",
+    ),
+    (
+        SELECT % "{'.*mlp': [0]}" + "\n" + OPS.replace(".*mlp", ".*reduce_scatter.*") % "[0]",
+        f"{S}.op_swap[0].layers",
+        "mlp.reduce_scatter_tensor in layer 0",
+    ),
     # unknown keys
     ("recompute: {mod: full}", f"{R}.mod", "is not a key of recompute"),
     ("recompute_com: {enable: true}", "recompute_com", "is not a key of the top level"),
@@ -477,3 +508,63 @@ def test_a_pattern_that_is_slow_on_one_path_alone_is_given_up_there() -> None:
 )
 def test_a_pattern_too_large_to_compile_is_never_compiled(pattern: str) -> None:
     assert "more than" in (problem := pattern_problem(pattern) or "") or "repeats too much" in problem
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("[[:alpha:]]*", "has '[:alpha:]', a name for characters in some dialects alone"),
+        ("[^[:^digit:]]+", "has '[:^digit:]'"),
+        ("[[a-z]]+", "may be read in two ways: possible nested set"),
+        ("[a-z&&[^m]]*", "may be read in two ways"),
+        ("[a--b]+", "may be read in two ways: possible set difference"),
+        ("[mlp||x]+", "may be read in two ways: possible set union"),
+        ("[mlp~~x]+", "may be read in two ways: possible set symmetric difference"),
+        ("(?:mlp){e<=1}", "has the brace '{e<=1}', which is no repeat"),
+        ("(?:mpl){s}", "has the brace '{s}'"),
+        ("(?:mlp){1<=e<=2}", "has the brace"),
+        ("mlp{}", "has the brace '{}'"),
+        ("mlp{", "has the brace '{'"),
+    ],
+)
+def test_what_two_dialects_read_differently_is_refused(pattern: str, words: str) -> None:
+    (fault,) = faults_of(SELECT % f"{{'{pattern}': [0]}}")
+    assert words in fault.problem and fault.line is not None
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"mlp\{e\}?", "[{e<=1}]?mlp", "ml{1}p", "m{1,}lp", r"[\[a-z]+", "[a-z-]+", "[]m]lp"]
+)
+def test_what_both_read_alike_is_allowed(pattern: str) -> None:
+    assert pattern_problem(pattern) is None
+
+
+DIALECT = [
+    "mlp",
+    ".*",
+    "[",
+    "]",
+    "[^",
+    "{e}",
+    "{1}",
+    "{s<=1}",
+    "(?:",
+    ")",
+    "--",
+    "&&",
+    "[:alpha:]",
+    "a-z",
+    "|",
+    "^",
+    "\\",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(DIALECT), min_size=1, max_size=6).map("".join))
+@example("[[:alpha:]]+")
+@example("(?:mpl){e<=2}")
+def test_a_sound_pattern_matches_what_python_says_it_does(pattern: str) -> None:
+    if pattern_problem(pattern) is None:
+        for path in ("mlp", "mlp.act_fn", "self_attn", "alpha:", "m", "add"):
+            assert matches(pattern, path) == bool(re.fullmatch(pattern, path))

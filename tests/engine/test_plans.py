@@ -118,6 +118,7 @@ def test_a_file_that_is_no_plan_is_refused(content: str | bytes, tmp_path: Path)
         ("rules: [{ops: x, action: save, layers: {a: 1}}]", r"rules[0].layers"),
         ("rules: [{ops: x, action: save, layers: null}]", r"rules[0].layers"),
         ("rules: [{ops: x, action: save, layer: 1}]", "layer"),
+        ("rules: [{ops: x, action: save, from: 3}]", "rules[0].from"),
         ("rulez: []", "rulez"),
         ("name: [a]", "name"),
         ("fingerprint: []", "fingerprint"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from actmem.config.known_paths import KNOWN_PATHS
 from actmem.config.loading import parse_config
-from actmem.config.op_names import names_of, split_path
+from actmem.config.op_names import is_communication, names_of, split_path
 from actmem.errors import PlanError
 from actmem.planning import Action, Plan, Rule
 from actmem.planning.plan import RuleSet
@@ -21,7 +21,8 @@ HEAD = "model: {name: qwen3-tiny}\ndata: {path: [a.txt]}\n"
 COLLECTIVES = [
     f"self_attn.q_proj.{op}" for op in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 ] + ["mlp.all_reduce", "mlp.all_reduce#1", "mlp.wait_tensor", "mlp.all_gather_into_tensor_coalesced"]
-PATHS = (*KNOWN_PATHS, *COLLECTIVES, "input")
+ALONE = tuple(path for path in KNOWN_PATHS if not is_communication(split_path(path)[1]))
+PATHS = (*ALONE, *COLLECTIVES, "input")
 
 
 def plan(text: str) -> Plan:
@@ -229,12 +230,37 @@ def test_a_pattern_means_what_the_documents_say(pattern: str) -> None:
 def test_the_reach_of_a_rule_survives_the_file(tmp_path: Path) -> None:
     text = (
         r"recompute: {mode: select, select_module: {'.*mlp': [0-1]}, exclude_op: ['a.b', sdpa]}" + "\n"
-        r"recompute_comm: {enable: true, select_module: {'.*\.all_gather': [0]}}" + "\n"
+        r"recompute_comm: {enable: true, select_module: {'.*\.all_gather': [2]}}" + "\n"
         "swap: {enable: true, default_prefetch: 2, op_swap: [{op_name: self_attn, layers: [0-1]}]}"
     )
     made = plan(text)
     made.save(tmp_path / "plan.yaml")
     assert Plan.load(tmp_path / "plan.yaml") == made
+
+
+LABELS = [
+    r"recompute.select_module '.*mlp'",
+    "recompute.full_recompute_layer",
+    "recompute.exclude_op 'a.b'",
+    "recompute.exclude_op 'mm'",
+    r"recompute_comm.select_module '.*\.all_gather'",
+    "swap.op_swap 'self_attn'",
+    "swap.layer_swap",
+]
+
+
+def test_rules_are_named_as_their_settings_were_written_in_plan_files_too(tmp_path: Path) -> None:
+    made = plan(
+        r"recompute: {mode: select, select_module: {'.*mlp': [0]}, full_recompute_layer: [1], exclude_op: ['a.b', mm]}"
+        "\n"
+        r"recompute_comm: {enable: true, select_module: {'.*\.all_gather': [3]}}" + "\n"
+        "swap: {enable: true, layer_swap: [{layers: [2]}], op_swap: [{op_name: self_attn, layers: [0]}]}"
+    )
+    made.save(tmp_path / "plan.yaml")
+    assert [rule.name for rule in made.rules] == LABELS
+    assert [rule.name for rule in Plan.load(tmp_path / "plan.yaml").rules] == LABELS
+    assert [rule.name for rule in plan("activation_swap: attention").rules] == ["activation_swap"]
+    assert Rule("a", Action.SAVE).name == "'a'"
 
 
 def test_a_reach_that_does_not_exist_is_refused(tmp_path: Path) -> None:
