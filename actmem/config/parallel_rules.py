@@ -175,17 +175,8 @@ def _whole_head_or_standard(config: RunConfig) -> Iterator[Complaint]:
         yield Complaint("model.loss", problem, "chunked", f"standard, or {TP}: 1")
 
 
-def _budget_of_whole_layers(config: RunConfig) -> Iterator[Complaint]:
-    sizes = {TP: config.parallel.tp_size, EP: config.parallel.ep_size, PP: config.parallel.pp_size}
-    cut = [f"{name} {shown(value)}" for name, value in sizes.items() if value > 1]
-    if config.memory_budget is not None and cut:
-        problem = f"is planned for ranks that have whole layers, and {', '.join(cut)} cuts them up"
-        yield Complaint("memory_budget", problem, config.memory_budget, "a policy, a plan, or the dp sizes alone")
-
-
 PARALLEL_RULES = (
     Rule((TP, "model.loss"), _whole_head_or_standard),
-    Rule(("memory_budget", TP, EP, PP), _budget_of_whole_layers),
     Rule((TP, *_MODEL), _tp_divides_model),
     Rule((TP, LOSS, "data.vocab_size", "data.tokenizer", *_MODEL), _tp_divides_vocabulary),
     Rule((LOSS, "model.loss"), _loss_parallel_or_chunked),

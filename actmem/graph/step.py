@@ -37,10 +37,10 @@ class StepOp:
     freed_bytes: int
     gradient_bytes: int = 0
     accumulated_bytes: int = 0
-    upstream_bytes: int = 0
     unpacks: tuple[int, ...] = ()
     releases: tuple[int, ...] = ()
     group_size: int = 0
+    upstream_bytes: int = 0
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> StepOp:
@@ -86,6 +86,15 @@ class Standing:
     def total(self) -> int:
         """All of them."""
         return self.parameters + self.buffers + self.gradients + self.optimizer
+
+    def __add__(self, other: Standing) -> Standing:
+        """What stands of two parts of a model together."""
+        return Standing(
+            self.parameters + other.parameters,
+            self.buffers + other.buffers,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+        )
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,16 @@ class CostModel:
         """The time of op number `index` of a region."""
         return self.seconds(work_of(graph, index))
 
+    def transfer_seconds(self, num_bytes: int, *, ranks_between: int = 1) -> float:
+        """From one rank to another, so many ranks on; where nothing is known of other ranks, as fast as through memory,
+        which is how those on one machine meet."""
+        network = self.hardware.collectives
+        if network is None:
+            return num_bytes / (self.hardware.memory_bytes_per_second.peak * self._shares.memory)
+        within = ranks_between < network.node_size
+        rate = network.scale_up_bytes_per_second if within else network.scale_out_bytes_per_second
+        return num_bytes / (rate.peak * self._shares.link)
+
     def scratch_bytes(self, work: Work, result_bytes: int) -> int:
         """Bytes that an op takes for itself while it runs: see `Hardware.bfloat16_scratch`."""
         share = self.hardware.bfloat16_scratch

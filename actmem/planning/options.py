@@ -23,7 +23,7 @@ from actmem.planning.min_cut import cheapest
 from actmem.planning.plan import Action, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
 from actmem.planning.simulation import LayerPlan
-from actmem.planning.simulator import Simulator
+from actmem.planning.terrain import Terrain
 
 _MOST_OPTIONS = 48
 """Of one layer, before swapping."""
@@ -113,22 +113,22 @@ class Option:
 
 
 class OptionMaker:
-    """The options of one layer, as `simulator` plays it. `tiers` may take swapped storages of at least
+    """The options of one layer, as `terrain` has it. `tiers` may take swapped storages of at least
     `min_swap_bytes`."""
 
-    def __init__(self, simulator: Simulator, layer: int, *, tiers: tuple[Tier, ...], min_swap_bytes: int) -> None:
-        self._simulator = simulator
+    def __init__(self, terrain: Terrain, layer: int, *, tiers: tuple[Tier, ...], min_swap_bytes: int) -> None:
+        self._terrain = terrain
         self._layer = layer
         self._tiers = tiers
         self._min_swap_bytes = min_swap_bytes
-        self.graph: RegionGraph = simulator.layers[layer]
-        self._sharing = simulator.sharing(layer)
+        self.graph: RegionGraph = terrain.layers[layer]
+        self._sharing = terrain.sharing(layer)
         self._paths = {
             storage: path_of_storage(self.graph, storage)
             for storage in self.graph.creators
             if _is_free(self.graph, storage)
         }
-        self._op_seconds = [simulator.op_seconds(layer, index) for index in range(len(self.graph.ops))]
+        self._op_seconds = [terrain.op_seconds(layer, index) for index in range(len(self.graph.ops))]
         self._known: dict[object, Option] = {}
         self._base_seconds = 0.0
         self.unplanned = self._option(frozenset(self._paths.values()), ())
@@ -173,11 +173,11 @@ class OptionMaker:
         tier_of = dict(swapped)
         tiers = {storage: tier_of[path_of_storage(self.graph, storage)] for storage in fates.swapped}
         own = frozenset(own_held(fates))
-        course = self._simulator.course_of(self._layer, fates, own & self._sharing.outside)
-        lean = self._simulator.course_of(self._layer, fates, own & (self._sharing.outside | self._sharing.earlier))
+        course = self._terrain.course_of(self._layer, fates, own & self._sharing.outside)
+        lean = self._terrain.course_of(self._layer, fates, own & (self._sharing.outside | self._sharing.earlier))
         shared = own & self._sharing.own
         seconds = course.forward_seconds + course.backward_seconds
-        seconds += sum(self._simulator.copy_seconds(tiers[swap.storage], swap.num_bytes) for swap in course.swaps)
+        seconds += sum(self._terrain.copy_seconds(tiers[swap.storage], swap.num_bytes) for swap in course.swaps)
         if not self._known:
             self._base_seconds = seconds
         seconds -= self._base_seconds
@@ -195,7 +195,7 @@ class OptionMaker:
         return option
 
     def _bytes_of(self, storage: int) -> int:
-        return self._simulator.conditions.costs.rounded(self.graph.storages[storage].num_bytes)
+        return self._terrain.conditions.costs.rounded(self.graph.storages[storage].num_bytes)
 
     def _corners(self) -> list[Option]:
         """The corners of the trade-off of seconds for bytes, from nothing made again to all of it."""

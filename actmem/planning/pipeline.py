@@ -7,13 +7,14 @@ in either direction, and the gradients that it has sent back in this step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from actmem.graph import Fingerprint, Graph, Standing
 from actmem.planning.actions import Group, PipelineAction, gaps_of
-from actmem.planning.player import Call, Part, Player
+from actmem.planning.player import Call, Part, Passage, Player
 from actmem.planning.simulation import Conditions, LayerPlan, Simulation
 from actmem.planning.simulator import Simulator
 
@@ -92,12 +93,24 @@ class Stage:
         return self.standing.total - (0 if gradients else self.standing.gradients)
 
 
+class Circumstances(NamedTuple):
+    """In which an action of a rank runs: `counts` of other calls that are between their passes, by stage, `num_bytes`
+    beside them and the running stage's own, and whether its parameters have gradients."""
+
+    stage: int
+    backward: bool
+    counts: tuple[int, ...]
+    num_bytes: int
+    gradients: bool
+
+
 @dataclass
 class _State:
-    """Where a stage is in a step: the calls that have gone forward and not yet back, how many have gone back, and
-    whether its parameters have gradients."""
+    """Where a stage is in a step: the calls that have gone forward and not yet back, those of them that wait for the
+    second part of their way back, how many have gone back, and whether its parameters have gradients."""
 
     calls: dict[int, Call] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
     num_back: int = 0
     gradients: bool = False
 
@@ -118,6 +131,7 @@ class RankPlay:
         self._states = {stage: _State(gradients=conditions.gradients_stand) for stage in stages}
         self._gaps = gaps_of(self.order)
         self._templates: dict[tuple[int, bool], Call] = {}
+        self._known: dict[tuple[int, str, bool], Passage] = {}
         self._busy = 0.0
         self._most_held = 0
         self._peak_gradients: dict[int, bool] = {}
@@ -144,18 +158,30 @@ class RankPlay:
         self.position += 1
         return self.player.now
 
+    def circumstances(self) -> Circumstances:
+        """Those of the next action."""
+        action = self.order[self.position]
+        numbers = list(self._stages)
+        counts = tuple(
+            sum((number, microbatch) != action.group for microbatch in state.calls)
+            for number, state in self._states.items()
+        )
+        waiting = sum(
+            len(state.waiting - ({action.group.microbatch} if number == action.group.stage else set()))
+            * self._template(number, True).upstream_bytes
+            for number, state in self._states.items()
+        )
+        own = self._states[action.group.stage]
+        beside = self._beside(action.group) + waiting
+        return Circumstances(numbers.index(action.group.stage), action.reads_saved, counts, beside, own.gradients)
+
     def simulation(self) -> Simulation:
         """What the rank's step came to; its `seconds` are those in which it ran."""
-        stood = [stage.standing for stage in self._stages.values()]
-        gradients = sum(
-            stage.standing.gradients for number, stage in self._stages.items() if self._peak_gradients.get(number)
-        )
-        standing = Standing(
-            parameters=sum(each.parameters for each in stood),
-            buffers=sum(each.buffers for each in stood),
-            gradients=gradients,
-            optimizer=sum(each.optimizer for each in stood),
-        )
+        stood = [
+            replace(stage.standing, gradients=stage.standing.gradients if self._peak_gradients.get(number) else 0)
+            for number, stage in self._stages.items()
+        ]
+        standing = sum(stood[1:], start=stood[0])
         calls = [self._template(stage, True) for stage in self._stages]
         count = self._pipeline.num_microbatches
         return Simulation(
@@ -173,18 +199,31 @@ class RankPlay:
         if action.kind == "forward":
             swaps = self._gaps.get(action.group, _LEAST_GAP) >= _LEAST_GAP
             call = self._template(action.group.stage, state.gradients).again(self._name(action), swaps=swaps)
-            self.player.forward(call)
+            self._pass(action, state, call, lambda: self.player.forward(call))
             state.calls[microbatch] = call
             return
         part = self._part(action)
         call = state.calls[microbatch]
         call.go_on_as(self._template(action.group.stage, state.gradients), self._name(action))
-        self.player.backward(call, part)
-        if part != "inputs":
+        self._pass(action, state, call, lambda: self.player.backward(call, part))
+        if part == "inputs":
+            state.waiting.add(microbatch)
+        else:
             del state.calls[microbatch]
+            state.waiting.discard(microbatch)
             state.gradients = True
         if part != "weights":
             state.num_back += 1
+
+    def _pass(self, action: PipelineAction, state: _State, call: Call, run: Callable[[], None]) -> None:
+        """Run a pass; where nothing is swapped, each further one like it takes as long and as much."""
+        key = (action.group.stage, action.kind, state.gradients)
+        if any(self._template(stage, True).swapped_bytes for stage in self._stages):
+            run()
+        elif key in self._known:
+            self.player.repeat(self._known[key], call.name)
+        else:
+            self._known[key] = self.player.watched(run)
 
     def _name(self, action: PipelineAction) -> str:
         return f"stage {action.group.stage}, micro-batch {action.group.microbatch}, "
@@ -260,7 +299,8 @@ class PipelineSimulator:
 
     def run(self, plans: Sequence[LayerPlan]) -> PipelineSimulation:
         """Play one step through; `plans` has those of all layers of the model, in order."""
-        ranks = [self.rank_play(rank, plans) for rank in range(len(self.pipeline.orders))]
+        numbered = dict(enumerate(plans))
+        ranks = [self.rank_play(rank, numbered) for rank in range(len(self.pipeline.orders))]
         done: dict[tuple[bool, Group], float] = {}
         while any(rank.action is not None for rank in ranks):
             before = len(done), sum(rank.position for rank in ranks)
@@ -275,8 +315,8 @@ class PipelineSimulator:
             assert (len(done), sum(rank.position for rank in ranks)) != before, "the schedule waits for itself"
         return PipelineSimulation(max(rank.player.now for rank in ranks), tuple(rank.simulation() for rank in ranks))
 
-    def rank_play(self, rank: int, plans: Sequence[LayerPlan]) -> RankPlay:
-        """A rank at the beginning of its step."""
+    def rank_play(self, rank: int, plans: Mapping[int, LayerPlan]) -> RankPlay:
+        """A rank at the beginning of its step; `plans` has those of its layers by number."""
         stages = self.stages_of(rank)
         own = {stage: [plans[layer] for layer in self.pipeline.layers_of(stage)] for stage in stages}
         return RankPlay(self.pipeline, rank, stages, own)

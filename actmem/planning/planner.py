@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypedDict, Unpack
 
 from actmem.config.schema import read_budget
 from actmem.errors import ConfigError, Fault, PlanError
@@ -28,6 +28,7 @@ from actmem.planning.policies import POLICIES, SWAPPING
 from actmem.planning.simulation import HELD, Conditions, LayerPlan, Moment, Simulation
 from actmem.planning.simulator import Simulator
 from actmem.planning.solver import Choice, Mood, Solver
+from actmem.planning.terrain import Terrain
 from actmem.units import format_bytes
 
 _BUDGETS = "bytes such as '60GiB', a share of the activations such as 0.4 or '40%', or auto"
@@ -86,7 +87,26 @@ def plan(
     """
     profile = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     conditions = conditions_on(profile, level=level, tiers=tiers, gradients_stand=gradients_stand)
-    return Planner(graph, conditions).within(memory_budget, memory_bytes=profile.memory_bytes)
+    return planner_for(graph, conditions).within(memory_budget, memory_bytes=profile.memory_bytes)
+
+
+def planner_for(graph: Graph, conditions: Conditions, **settings: Unpack[Settings]) -> Planner:
+    """A planner for one traced step. Raises `PlanError` for a graph without its step."""
+    if graph.step is None:
+        raise PlanError(
+            "only the layers' forward passes were traced; a plan for a budget needs the whole step, as actmem.trace "
+            "gives it"
+        )
+    return Planner(Simulator(graph, conditions), **settings)
+
+
+class Settings(TypedDict, total=False):
+    """What a search may use: `limits` of the tiers in bytes; `swap_to` those tiers that it may use, by default
+    all that there are links to; and `min_swap_bytes`, the least that is worth a copy."""
+
+    limits: Mapping[Tier, int]
+    min_swap_bytes: int
+    swap_to: tuple[Tier, ...] | None
 
 
 @dataclass(frozen=True)
@@ -99,31 +119,19 @@ class _Found:
 
 
 class Planner:
-    """Plans for one traced step under one set of conditions; the layers' options are worked out once.
-
-    `limits` are the bytes that the tiers can take, `swap_to` those that a search may use (by default all that there are
-    links to), and `min_swap_bytes` the least that is worth a copy. Raises `PlanError` for a graph without its step.
-    """
+    """Plans for one step, or for what one rank of a pipeline does; the layers' options are worked out once, and shared
+    with other planners through `made`."""
 
     def __init__(
-        self,
-        graph: Graph,
-        conditions: Conditions,
-        *,
-        limits: Mapping[Tier, int] | None = None,
-        min_swap_bytes: int = 2**20,
-        swap_to: tuple[Tier, ...] | None = None,
+        self, simulator: Terrain, *, made: dict[object, list[Option]] | None = None, **settings: Unpack[Settings]
     ) -> None:
-        if graph.step is None:
-            raise PlanError(
-                "only the layers' forward passes were traced; a plan for a budget needs the whole step, as "
-                "actmem.trace gives it"
-            )
-        self.graph = graph
-        self.simulator = Simulator(graph, conditions)
-        self._limits = dict(limits or {})
-        self._min_swap_bytes = min_swap_bytes
-        self._tiers = tuple(conditions.links) if swap_to is None else swap_to
+        self.simulator = simulator
+        self.graph = simulator.graph
+        self._limits = dict(settings.get("limits", {}))
+        self._min_swap_bytes = settings.get("min_swap_bytes", 2**20)
+        swap_to = settings.get("swap_to")
+        self._tiers = tuple(simulator.conditions.links) if swap_to is None else swap_to
+        self._made = {} if made is None else made
 
     @cached_property
     def unplanned(self) -> Simulation:
@@ -211,14 +219,13 @@ class Planner:
 
     @cached_property
     def _options(self) -> list[list[Option]]:
-        made: dict[object, list[Option]] = {}
         options = []
         for layer, graph in enumerate(self.simulator.layers):
             key = (id(graph), self.simulator.leaving(layer), self.simulator.sharing(layer))
-            if key not in made:
+            if key not in self._made:
                 maker = OptionMaker(self.simulator, layer, tiers=self._tiers, min_swap_bytes=self._min_swap_bytes)
-                made[key] = maker.options()
-            options.append(made[key])
+                self._made[key] = maker.options()
+            options.append(self._made[key])
         return options
 
     @cached_property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -75,6 +75,11 @@ class Call:
         return sum(course.held_bytes for course in self.courses)
 
     @cached_property
+    def upstream_bytes(self) -> int:
+        """Gradients that stand from one part of its backward pass to the other."""
+        return self.around.upstream_bytes + sum(course.upstream_bytes for course in self.courses)
+
+    @cached_property
     def swapped_bytes(self) -> int:
         """What all layers move away."""
         return sum(course.swapped_bytes for course in self.courses)
@@ -87,7 +92,7 @@ class Player:
     def __init__(self, conditions: Conditions) -> None:
         self.now = self.exposed = 0.0
         self.held = self.beside = 0
-        self.peak = Peak(0, "", 0, 0, 0)
+        self.peak = Peak(0, "", "", 0, 0, 0)
         self.timeline: list[tuple[float, int]] = []
         self.conditions = conditions
         self._moving = 0
@@ -115,6 +120,26 @@ class Player:
             self._backward(call, layer, part)
             if part != "weights":
                 self._pass_gap(call, call.around.backward_gaps[layer], f"before layer {layer}, backward")
+
+    def watched(self, run: Callable[[], None]) -> Passage:
+        """Run something, and tell what it came to."""
+        before, begun, held = self.peak, self.now, self.held
+        self.peak = Peak(0, "", "", 0, 0, 0)
+        run()
+        own = self.peak
+        self.peak = max(before, own, key=lambda peak: peak.num_bytes)
+        passed = self.now - begun
+        return Passage(passed, own, own.num_bytes - self.beside - held, own.held - held, self.held - held)
+
+    def repeat(self, known: Passage, name: str) -> None:
+        """Let something pass that was watched before."""
+        total = known.above_bytes + self.beside + self.held
+        self.timeline += [(self.now, total)]
+        if total > self.peak.num_bytes:
+            held = self.held + known.held_above_bytes
+            self.peak = known.peak._replace(num_bytes=total, call=name, held=held)
+        self.now += known.seconds
+        self.held += known.holds_bytes
 
     def expect(self, call: Call) -> None:
         """The backward pass of a call is near: start the way back of what its last layers have away."""
@@ -231,7 +256,18 @@ class Player:
         total = around + self.beside + self.held + self._moving + own
         self.timeline.append((self.now, total))
         if total > self.peak.num_bytes:
-            self.peak = Peak(total, f"{call.name}{where}", self.held, self._moving, own)
+            self.peak = Peak(total, call.name, where, self.held, self._moving, own)
+
+
+class Passage(NamedTuple):
+    """What a pass comes to: its seconds and its peak, how far that is above what stood beside and was held before, how
+    far what was held then is, and what the pass adds to what is held."""
+
+    seconds: float
+    peak: Peak
+    above_bytes: int
+    held_above_bytes: int
+    holds_bytes: int
 
 
 def _runs(op: Slice, part: Part) -> bool:
@@ -240,9 +276,11 @@ def _runs(op: Slice, part: Part) -> bool:
 
 
 class Peak(NamedTuple):
-    """The most that stood, where, and what of it layers held, was being swapped, and belonged to what ran."""
+    """The most that stood: in which call, and where in it; what of it layers held, what was being swapped, and what
+    belonged to what ran."""
 
     num_bytes: int
+    call: str
     where: str
     held: int
     moving: int
@@ -262,4 +300,4 @@ class Peak(NamedTuple):
             "this layer, or what is computed": self.own,
         }
         parts["outside the layers"] = self.num_bytes - sum(parts.values())
-        return Moment(self.where, {name: size for name, size in parts.items() if size})
+        return Moment(f"{self.call}{self.where}", {name: size for name, size in parts.items() if size})

@@ -17,6 +17,7 @@ from actmem.planning.player import Call, Player
 from actmem.planning.sharing import Sharing, commons_of, sharing_of
 from actmem.planning.simulation import Conditions, LayerPlan, Simulation
 from actmem.planning.surroundings import Outlasting, Surroundings, stands_longer, survey
+from actmem.planning.terrain import Moment
 
 
 def simulate(graph: Graph, plans: Sequence[LayerPlan], conditions: Conditions) -> Simulation:
@@ -55,6 +56,25 @@ class Simulator:
             swapped_bytes=call.swapped_bytes,
             timeline=tuple(player.timeline),
         )
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        """One, of all layers."""
+        return (range(len(self.layers)),)
+
+    @property
+    def repeats(self) -> int:
+        """A step goes through the layers once."""
+        return 1
+
+    @property
+    def gap_seconds(self) -> float:
+        """What runs outside the layers."""
+        return self.surroundings.seconds
+
+    def moments(self, span: int, *, backward: bool) -> tuple[Moment, ...]:
+        """Nothing else is under way."""
+        return (Moment((0,), 0, self.surroundings, self.bare_surroundings),)
 
     def call(self, plans: Sequence[LayerPlan]) -> Call:
         """One batch on its way through all layers."""

@@ -23,7 +23,7 @@ from actmem.planning.options import Option
 from actmem.planning.plan import Tier
 from actmem.planning.program import Program, Solution
 from actmem.planning.sharing import Common
-from actmem.planning.simulator import Simulator
+from actmem.planning.terrain import Moment, Terrain, plus
 
 _MIB = 2**20
 _GAP = 6e-4
@@ -59,17 +59,17 @@ class Solver:
 
     def __init__(
         self,
-        simulator: Simulator,
+        terrain: Terrain,
         options: Sequence[Sequence[Option]],
         *,
         limits: Mapping[Tier, int],
     ) -> None:
-        self.simulator = simulator
+        self.terrain = terrain
         self.options = options
         self.limits = limits
         base = (each[0].course for each in options)
         layers_seconds = sum(course.forward_seconds + course.backward_seconds for course in base)
-        self.gap_seconds = _GAP * (simulator.surroundings.seconds + layers_seconds)
+        self.gap_seconds = _GAP * terrain.repeats * (terrain.gap_seconds + layers_seconds)
 
     def least_peak(self, *, mood: Mood = "careful") -> Choice:
         """The choice with the least peak, whatever time it takes."""
@@ -133,15 +133,15 @@ class _Layout:
     ) -> None:
         self._solver = solver
         self._careful = mood == "careful"
-        self._around = solver.simulator.surroundings
-        self._commons = solver.simulator.commons
-        self._conditions = solver.simulator.conditions
+        self._terrain = solver.terrain
+        self._commons = solver.terrain.commons
+        self._conditions = solver.terrain.conditions
         self._options = solver.options
         self._num_layers = len(solver.options)
         self.program = Program()
-        self._second_price = 0.0 if budget_bytes is None else 1.0
+        self._second_price = 0.0 if budget_bytes is None else float(solver.terrain.repeats)
         high = math.inf if budget_bytes is None else budget_bytes / _MIB
-        self._peak = self.program.variable(1.0 - self._second_price, high=high)
+        self._peak = self.program.variable(1.0 if budget_bytes is None else 0.0, high=high)
         self._chosen = [
             {
                 index: self.program.variable(self._second_price * option.seconds, high=1.0, whole=True)
@@ -151,6 +151,7 @@ class _Layout:
             for layer, options in enumerate(self._options)
         ]
         self._peak_rows: list[int] = []
+        self._backlogs: dict[int, float] = {}
         self._build()
 
     def promising(self, relaxed: Solution) -> tuple[frozenset[int], ...]:
@@ -224,17 +225,54 @@ class _Layout:
         named = (self._options[layer][index] for layer, each in enumerate(self._chosen) for index in each)
         used = {tier for option in named for tier in option.swapped_bytes}
         self._away = {tier: self._totals(partial(_mib_to, tier)) for tier in self._conditions.links if tier in used}
-        leaving = []
-        if self._away:
-            forward = self._totals(lambda option: option.course.forward_seconds)
-            backward = self._totals(lambda option: option.course.backward_seconds)
-            waits = [self.program.variable(self._second_price) for _ in backward]
-            leaving = [self._leave(tier, forward) for tier in self._away]
-            for tier, each in zip(self._away, leaving, strict=True):
-                self._come_back(tier, waits, backward, each[-1])
+        leaving: list[list[int]] = []
+        if self._away and self._terrain.repeats == 1:
+            leaving = self._go_and_come_back()
+        elif self._away:
+            self._backlogs = self._circulate()
         self._cap()
-        self._limit_forward(held, leaving)
-        self._limit_backward(held)
+        for number, span in enumerate(self._terrain.spans):
+            self._limit_forward(number, span, held, leaving)
+            self._limit_backward(number, span, held)
+
+    def _go_and_come_back(self) -> list[list[int]]:
+        """Rows for copies out along the forward pass, and in along the backward pass; what `_leave` gives of each
+        tier."""
+        forward = self._totals(lambda option: option.course.forward_seconds)
+        backward = self._totals(lambda option: option.course.backward_seconds)
+        waits = [self.program.variable(self._second_price) for _ in backward]
+        leaving = [self._leave(tier, forward) for tier in self._away]
+        for tier, each in zip(self._away, leaving, strict=True):
+            self._come_back(tier, waits, backward, each[-1])
+        return leaving
+
+    def _circulate(self) -> dict[int, float]:
+        """Rows for the copies of a rank that goes through its layers again and again: between the passes of one
+        micro-batch lie those of others, so that a link has all the time in which as much is computed. Until the first
+        backward pass, though, as many forward passes as are ever under way follow one another, faster than what they
+        send leaves: the backlogs, which are returned as a row."""
+        forward = self._totals(lambda option: option.course.forward_seconds)
+        backward = self._totals(lambda option: option.course.backward_seconds)
+        backlogs: dict[int, float] = {}
+        for tier, away in self._away.items():
+            link = self._conditions.links[tier]
+            for rate in (link.out_bytes_per_second / _MIB, link.in_bytes_per_second / _MIB):
+                row = {**dict.fromkeys(away, 1.0), **dict.fromkeys((*forward, *backward), -rate)}
+                self.program.row(row, high=rate * self._terrain.gap_seconds)
+            if self._careful:
+                backlogs[self._backlog(away, forward, link.out_bytes_per_second / _MIB)] = 1.0
+        return backlogs
+
+    def _backlog(self, away: Sequence[int], forward: Sequence[int], rate: float) -> int:
+        """A variable for what is still leaving over a link after the forward passes of the beginning."""
+        backlog = self.program.variable()
+        row: dict[int, float] = {backlog: -1.0}
+        for number, span in enumerate(self._terrain.spans):
+            moments = self._terrain.moments(number, backward=True)
+            count = 1 + max(moment.counts[number] for moment in moments)
+            row |= {away[layer]: float(count) for layer in span} | {forward[layer]: -count * rate for layer in span}
+        self.program.row(row, high=0.0)
+        return backlog
 
     def _totals(self, figure: Callable[[Option], float]) -> list[int]:
         """Variables for a figure of each layer."""
@@ -264,12 +302,23 @@ class _Layout:
                 self.program.row({each: 1.0, variables[layer]: -1.0}, high=0.0)
         return variables
 
-    def _held_before(self, layer: int, counts: Callable[[Common], bool], *, backward: bool = False) -> dict[int, float]:
-        """What layers before one hold of the common storages that are to be counted, as a row."""
+    def _held_by(self, span: range, layer: int, held: Sequence[int], moment: Moment) -> dict[int, float]:
+        """What layers of a span before one hold, other calls hold, and what has not left yet, as a row."""
+        row: dict[int, float] = {held[layer]: 1.0, held[span.start]: -1.0} if layer > span.start else {}
+        row |= self._backlogs
+        for count, other in zip(moment.counts, self._terrain.spans, strict=True):
+            if count:
+                row = plus(row, {held[other.stop]: count, held[other.start]: -count})
+        return row
+
+    def _held_before(
+        self, span: range, layer: int, counts: Callable[[Common], bool], *, backward: bool = False
+    ) -> dict[int, float]:
+        """What layers of a span before one hold of the common storages that are to be counted, as a row."""
         row = {}
         for common, variables in zip(self._commons, self._shared, strict=True):
             until = layer + 1 if backward and common.constant else layer
-            earlier = [variable for each, variable in variables.items() if each < until]
+            earlier = [variable for each, variable in variables.items() if span.start <= each < until]
             if earlier and counts(common):
                 row[earlier[-1]] = self._conditions.costs.rounded(common.num_bytes) / _MIB
         return row
@@ -280,10 +329,12 @@ class _Layout:
         link = self._conditions.links[tier]
         limit = self._conditions.in_flight_limit / _MIB
         rate = link.out_bytes_per_second / _MIB / (1.0 - min(link.slowdown, 0.5))
+        (moment,) = self._terrain.moments(0, backward=False)
+        gaps = moment.around.forward_gaps
         leaving = [self.program.variable(high=0.0)]
         for layer, away in enumerate(self._away[tier]):
             leaving.append(self.program.variable(high=limit))
-            between = self._around.forward_gaps[layer + 1].seconds if layer + 1 < self._num_layers else 0.0
+            between = gaps[layer + 1].seconds if layer + 1 < self._num_layers else 0.0
             row = {away: 1.0, leaving[layer]: 1.0, leaving[-1]: -1.0, takes[layer]: -rate}
             if self._careful and layer == self._num_layers - 1:
                 row |= self._sum(layer, lambda option: option.largest_copy(tier) / _MIB / 2)
@@ -297,6 +348,7 @@ class _Layout:
         """What layers wait for what they swapped. It is asked for when the backward pass begins `prefetch` layers
         behind, and comes in that order. `takes` are the seconds that layers take without waiting, and `on_the_way` is
         what is still leaving when the forward pass is over: some of that may never leave."""
+        (moment,) = self._terrain.moments(0, backward=True)
         link, away = self._conditions.links[tier], self._away[tier]
         rate = link.in_bytes_per_second / _MIB / (1.0 - min(link.slowdown, 0.5))
         back = away if self._careful else self._part_of(away, all_but=on_the_way)
@@ -312,7 +364,7 @@ class _Layout:
                 own |= {back[layer]: own.get(back[layer], 0.0) + 1.0, away[layer]: -1.0}
             self.program.row({**own, **grace}, high=0.0)
             coming = self.program.variable()
-            between = rate * self._around.backward_gaps[layer].seconds
+            between = rate * moment.around.backward_gaps[layer].seconds
             self.program.row({**row, takes[layer]: -rate, coming: -1.0}, high=between)
 
     def _part_of(self, totals: Sequence[int], *, all_but: int) -> list[int]:
@@ -328,42 +380,49 @@ class _Layout:
             if tier in self._solver.limits:
                 self.program.row(dict.fromkeys(away, 1.0), high=self._solver.limits[tier] / _MIB)
 
-    def _limit_forward(self, held: list[int], leaving: Sequence[list[int]]) -> None:
-        for layer in range(self._num_layers):
-            row = self._sum(layer, lambda option: option.course.forward_peak_bytes / _MIB)
-            if self._careful:
-                row |= {each[layer]: 1.0 for each in leaving}
-            else:
-                row |= {away[layer]: -1.0 for away in self._away.values()}
-            row |= self._held_before(layer, _inside(layer, backward=False))
-            self._limit({**row, held[layer]: 1.0}, self._around.forward_bytes[layer] - self._taken_over(layer))
-        last = self._num_layers
-        ends = {held[-1]: 1.0, **{each[-1]: 1.0 for each in leaving}}
-        self._limit_gap(last, ends, "forward_gaps", _inside(last - 1, backward=False))
-        self._limit_gap(last, ends, "backward_gaps", _inside(last, backward=True))
+    def _limit_forward(self, number: int, span: range, held: list[int], leaving: Sequence[list[int]]) -> None:
+        for moment in self._terrain.moments(number, backward=False):
+            for layer in span:
+                row = self._sum(layer, lambda option: option.course.forward_peak_bytes / _MIB)
+                if not self._careful:
+                    row |= {away[layer]: -1.0 for away in self._away.values()}
+                elif leaving:
+                    row |= {each[layer]: 1.0 for each in leaving}
+                else:
+                    row |= {away[layer - 1]: 1.0 for away in self._away.values() if layer > span.start}
+                row |= self._held_before(span, layer, _inside(layer, backward=False))
+                around = moment.around.forward_bytes[layer - span.start] + moment.num_bytes - self._taken_over(layer)
+                self._limit(plus(row, self._held_by(span, layer, held, moment)), around)
+            ends = plus(self._held_by(span, span.stop, held, moment), {each[-1]: 1.0 for each in leaving})
+            self._limit_gap(span, span.stop, ends, moment, "forward_gaps", _inside(span.stop - 1, backward=False))
+        for moment in self._terrain.moments(number, backward=True):
+            ends = plus(self._held_by(span, span.stop, held, moment), {each[-1]: 1.0 for each in leaving})
+            self._limit_gap(span, span.stop, ends, moment, "backward_gaps", _inside(span.stop, backward=True))
 
-    def _limit_backward(self, held: list[int]) -> None:
-        for layer in range(self._num_layers):
-            inside = _inside(layer, backward=True)
-            away: dict[int, float] = {held[layer]: 1.0}
-            for each in self._away.values():
-                away |= dict.fromkeys(each[max(layer - self._conditions.prefetch, 0) : layer], 1.0)
-            row = away | self._sum(layer, lambda option: option.lean_peak_bytes / _MIB)
-            row |= self._held_before(layer, inside, backward=True)
-            self._limit(row, self._around.backward_bytes[layer])
-            if self._solver.simulator.sharing(layer).earlier:
-                self._limit_as_first(layer, away)
-            self._limit_gap(layer, {held[layer]: 1.0}, "backward_gaps", inside)
+    def _limit_backward(self, number: int, span: range, held: list[int]) -> None:
+        for moment in self._terrain.moments(number, backward=True):
+            for layer in span:
+                inside = _inside(layer, backward=True)
+                stands = self._held_by(span, layer, held, moment)
+                ahead = slice(max(layer - self._conditions.prefetch, span.start), layer)
+                away = plus(stands, *(dict.fromkeys(each[ahead], 1.0) for each in self._away.values()))
+                row = plus(away, self._sum(layer, lambda option: option.lean_peak_bytes / _MIB))
+                row = plus(row, self._held_before(span, layer, inside, backward=True))
+                self._limit(row, moment.around.backward_bytes[layer - span.start] + moment.num_bytes)
+                if self._terrain.sharing(layer).earlier:
+                    self._limit_as_first(span, layer, away, moment)
+                self._limit_gap(span, layer, stands, moment, "backward_gaps", inside)
 
-    def _limit_as_first(self, layer: int, row: Mapping[int, float]) -> None:
+    def _limit_as_first(self, span: range, layer: int, row: Mapping[int, float], moment: Moment) -> None:
         """Limit a backward pass in which what the layer holds counts with the layer alone."""
 
         def elsewhere(common: Common) -> bool:
             return _inside(layer, backward=True)(common) and (common.constant or layer not in common.counting)
 
         own = self._sum(layer, lambda option: option.course.backward_peak_bytes / _MIB)
-        others = self._held_before(layer, elsewhere, backward=True)
-        self._limit({**row, **own, **others}, self._around.backward_bytes[layer])
+        others = self._held_before(span, layer, elsewhere, backward=True)
+        around = moment.around.backward_bytes[layer - span.start] + moment.num_bytes
+        self._limit(plus(row, own, others), around)
 
     def _taken_over(self, layer: int) -> int:
         """Bytes that count outside no more when the layer's forward pass begins, if it is the first to hold them."""
@@ -376,18 +435,21 @@ class _Layout:
 
     def _limit_gap(
         self,
+        span: range,
         gap: int,
         row: Mapping[int, float],
+        moment: Moment,
         direction: Literal["forward_gaps", "backward_gaps"],
         counts: Callable[[Common], bool],
     ) -> None:
         """Limit what stands in a gap: with common storages that are let go in its course counted outside the layers,
         and with all that are held counted with the layers."""
-        around = getattr(self._around, direction)[gap]
-        self._limit({**row, **self._held_before(gap, counts)}, around.peak_bytes)
-        bare = getattr(self._solver.simulator.bare_surroundings, direction)[gap]
+        around = getattr(moment.around, direction)[gap - span.start]
+        self._limit(plus(row, self._held_before(span, gap, counts)), around.peak_bytes + moment.num_bytes)
+        bare = getattr(moment.bare, direction)[gap - span.start]
         if bare != around:
-            self._limit({**row, **self._held_before(gap, lambda _: True)}, bare.peak_bytes)
+            everything = self._held_before(span, gap, lambda _: True)
+            self._limit(plus(row, everything), bare.peak_bytes + moment.num_bytes)
 
     def _limit(self, row: Mapping[int, float], around_bytes: int) -> None:
         """What stands is within the budget."""

@@ -144,7 +144,7 @@ class _Trainer:
         self.progress.say(f"looking for the best plan within memory_budget: {self.config.memory_budget}")
         vocab_size = model.config.vocab_size
         planned = self.world.from_first(
-            lambda: plan_run(self.config, build_shapes(self.config.model, vocab_size=vocab_size))
+            lambda: plan_run(self.config, build_shapes(self.config.model, vocab_size=vocab_size), mesh=self.world.mesh)
         )
         self.progress.say(describe_plan(planned))
         return planned.plan

@@ -11,7 +11,7 @@ from small_graphs import conditions, everything, steps
 
 from actmem.errors import PlanError
 from actmem.graph import Graph
-from actmem.planning.planner import Planner
+from actmem.planning.planner import planner_for
 
 GAP = 1e-3  # of a step: what the search may leave on the table, and a little for rounding
 
@@ -24,7 +24,7 @@ def some_budget(data: st.DataObject, peaks: set[int]) -> int:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps(most_layers=3, most_ops=4), st.data())
 def test_no_plan_that_recomputes_is_better(graph: Graph, data: st.DataObject) -> None:
-    planner = Planner(graph, conditions())
+    planner = planner_for(graph, conditions())
     found = list(everything(planner.simulator))
     budget = some_budget(data, {each.peak_bytes for each in found})
     best = min((each.seconds for each in found if each.peak_bytes <= budget), default=None)
@@ -44,7 +44,7 @@ def test_no_plan_that_recomputes_is_better(graph: Graph, data: st.DataObject) ->
 @given(steps(most_layers=2, most_ops=3), st.sampled_from((1.0, 4.0)), st.data())
 def test_hardly_a_plan_that_swaps_is_better(graph: Graph, mib_per_second: float, data: st.DataObject) -> None:
     """The program has copies flow evenly, and here a few storages are all that flows: so 2 % of a step."""
-    planner = Planner(graph, conditions(mib_per_second * 2**20), min_swap_bytes=0)
+    planner = planner_for(graph, conditions(mib_per_second * 2**20), min_swap_bytes=0)
     found = list(everything(planner.simulator, swaps=True))
     budget = some_budget(data, {each.peak_bytes for each in found})
     best = min((each.seconds for each in found if each.peak_bytes <= budget), default=None)

@@ -14,7 +14,7 @@ from actmem.hardware import load_hardware
 from actmem.planning.conditions import conditions_on
 from actmem.planning.fit import BEST, FitSearch, Shape, largest
 from actmem.planning.layout import Layout, adapter_bytes, lay_out, standing_under
-from actmem.planning.planner import Planner
+from actmem.planning.planner import Planner, planner_for
 from actmem.training.traced import trace_step
 
 MIB = 2**20
@@ -31,7 +31,7 @@ def graph_of(shape: Shape) -> Graph:
 
 
 def planner_from(graph: Graph) -> Planner:
-    return Planner(graph, conditions_on(load_hardware("cpu"), tiers=(), gradients_stand=False))
+    return planner_for(graph, conditions_on(load_hardware("cpu"), tiers=(), gradients_stand=False))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from actmem.planning.conditions import conditions_on
 from actmem.planning.fates import resolve
 from actmem.planning.frontier import Frontier, FrontierPoint, budgets, frontier, knee_of, thinned
 from actmem.planning.plan import Action
-from actmem.planning.planner import Planner
+from actmem.planning.planner import Planner, planner_for
 from actmem.planning.times import measured_share, times_in_words, times_of
 from actmem.planning.yardsticks import torch_full, torch_selective
 from actmem.training.traced import trace_step
@@ -42,7 +42,7 @@ def hardware() -> Hardware:
 
 @pytest.fixture(scope="module")
 def planner(graph: Graph, hardware: Hardware) -> Planner:
-    return Planner(graph, conditions_on(hardware, tiers=("disk",), gradients_stand=False), min_swap_bytes=1)
+    return planner_for(graph, conditions_on(hardware, tiers=("disk",), gradients_stand=False), min_swap_bytes=1)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from actmem.hardware import load_hardware
 from actmem.measuring.peak import measure_peak
 from actmem.planning import Action, Plan, Rule
 from actmem.planning.conditions import conditions_on
-from actmem.planning.planner import Planner
+from actmem.planning.planner import Planner, planner_for
 
 SCALARS = 1024
 
@@ -57,7 +57,7 @@ def traced(model: Skipping, *, gradients_stand: bool = True) -> tuple[Graph, Pla
     graph = actmem.trace(model, batch, loss=squares, regions=regions_of(model))
     hardware = load_hardware("cpu").model_copy(update={"workspace_bytes": 0})
     conditions = conditions_on(hardware, tiers=(), gradients_stand=gradients_stand)
-    return graph, Planner(graph, conditions, min_swap_bytes=4096), batch
+    return graph, planner_for(graph, conditions, min_swap_bytes=4096), batch
 
 
 def every_simulation(planner: Planner) -> list[tuple[int, float]]:

@@ -20,7 +20,7 @@ from actmem.measuring.peak import measure_peak
 from actmem.models.building import build_model
 from actmem.planning import Action, Plan, resolve
 from actmem.planning.course import Costs
-from actmem.planning.planner import Planner
+from actmem.planning.planner import Planner, planner_for
 from actmem.planning.simulation import Conditions, LayerPlan, Simulation
 from actmem.runtime import apply
 from actmem.training.budget import planner_of
@@ -77,7 +77,7 @@ def every_choice(planner: Planner, layer: RegionGraph) -> list[Simulation]:
 @settings(max_examples=12, deadline=None)
 @given(layers())
 def test_no_choice_is_faster_within_the_budget(layer: RegionGraph) -> None:
-    planner = Planner(step_of(layer), conditions())
+    planner = planner_for(step_of(layer), conditions())
     choices = every_choice(planner, layer)
     peaks = sorted({each.peak_bytes for each in choices})
     for budget in peaks[:: max(1, len(peaks) // 4)]:
