@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -212,6 +212,19 @@ def is_compiler_watching() -> bool:
     """Whether torch's compiler looks at the frames that run now."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def spread_over(parameters: Iterable[torch.Tensor]) -> str | None:
+    """Over which meshes of ranks parameters are spread, such as ``ep 4``; ``None`` where all are whole."""
+    meshes = [getattr(each, "device_mesh", None) for each in parameters]
+    sizes = {
+        (name, mesh.size(dimension))
+        for mesh in meshes
+        if mesh is not None
+        for dimension, name in enumerate(mesh.mesh_dim_names or ())
+        if not name.startswith("dp_")
+    }
+    return ", ".join(f"{name} {size}" for name, size in sorted(sizes)) or None
 
 
 def async_collective_types() -> tuple[type[torch.Tensor], ...]:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from actmem.cli.check import step_setting
 from actmem.cli.output import make_directory, told_if_unwritable
+from actmem.cli.planned import refuse_layout
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -53,6 +54,7 @@ def bench(
     policy gave other numbers.
     """
     run = load_config(config, overrides or ())
+    refuse_layout(run, "bench", "tp_size", "ep_size", "pp_size")
     names = [name.strip() for name in policies.split(",") if name.strip()]
     directory = out or run.train.output_dir / "bench"
     make_directory(directory, _FILES)

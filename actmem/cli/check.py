@@ -11,7 +11,7 @@ import typer
 from actmem.cli.findings import Findings, findings_of
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import read_config
-from actmem.config.schema import ModelConfig, RunConfig
+from actmem.config.schema import ModelConfig, ParallelConfig, RunConfig
 from actmem.errors import ConfigError
 from actmem.planning import Plan
 from actmem.planning.sections import name_of, plan_of
@@ -75,6 +75,7 @@ def summary(run: RunConfig) -> dict[str, str]:
         "model": f"{_model_name(run.model)}, {run.model.dtype}",
         "data": ", ".join(data.path),
         "steps": f"{train.steps} of {batch} a process",
+        **({"layout": _layout(run.parallel)} if run.parallel.world_size > 1 else {}),
         "plan": _plan_name(run),
         "output": str(train.output_dir),
     }
@@ -84,6 +85,19 @@ def step_setting(run: RunConfig) -> str:
     """A run's model and batch in words."""
     casting = ", autocast bfloat16" if run.train.autocast is not None else ""
     return f"{summary(run)['model']}{casting}, {run.train.micro_batch_size} x {run.data.sequence_length} tokens"
+
+
+def _layout(parallel: ParallelConfig) -> str:
+    """Such as ``4 ranks: 2 shards (FSDP2) x 2 tensor parallel``."""
+    parts = {
+        f"{parallel.pp_size} stages ({parallel.pp_schedule} of {parallel.pp_microbatches})": parallel.pp_size,
+        f"{parallel.dp_replicate_size} copies": parallel.dp_replicate_size,
+        f"{parallel.dp_shard_size} shards (FSDP2)": parallel.dp_shard_size,
+        f"{parallel.tp_size} tensor parallel": parallel.tp_size,
+    }
+    sizes = " x ".join(words for words, size in parts.items() if size > 1)
+    experts = f"; experts over {parallel.ep_size}" if parallel.ep_size > 1 else ""
+    return f"{parallel.world_size} ranks: {sizes}{experts}; bytes are those of one rank"
 
 
 def _plan_name(run: RunConfig) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmem.cli.planned import refuse_yardsticks, traced_rules
+from actmem.cli.planned import refuse_layout, refuse_yardsticks, traced_rules
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -43,6 +43,7 @@ def explain(
     Nothing is trained and no weight is made or read, so models of any size are explained in seconds.
     """
     run = load_config(config, overrides or ())
+    refuse_layout(run, "explain", "pp_size")
     refuse_yardsticks(run)
     from actmem.reporting.explanation import explain_layers
     from actmem.training.traced import shapes_of

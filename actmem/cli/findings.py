@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from actmem.cli.planned import YARDSTICKS, rules_on
+from actmem.cli.planned import YARDSTICKS, graph_for, rules_on
 from actmem.config.document import Document, in_order
 from actmem.config.loading import Reading
 from actmem.config.rules import idle_settings
@@ -103,10 +103,8 @@ class _Look:
                     self._at_rules(source, graph)
 
     def _traced(self, model: PreTrainedModel) -> Graph | None:
-        from actmem.training.traced import trace_run, trace_step
-
         with self._noting():
-            return (trace_run if self.run.memory_budget is None else trace_step)(self.run, model)
+            return graph_for(self.run, model)
         return None
 
     def _rules(self, model: PreTrainedModel, graph: Graph | None) -> RuleSource | None:

@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 
 from actmem.cli.check import step_setting
+from actmem.cli.planned import refuse_layout
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
-from actmem.config.schema import RunConfig
+from actmem.config.schema import ParallelConfig, RunConfig
 from actmem.hardware import Hardware, load_hardware
 from actmem.units import format_bytes
 
@@ -49,6 +50,7 @@ def fit(
     from actmem.planning.layout import Layout
 
     run = load_config(config, overrides or ())
+    refuse_layout(run, "fit", "tp_size", "ep_size", "pp_size")
     layout = Layout(optimizer, train, rank, shard)  # type: ignore[arg-type]  # it refuses what is not one of them
     found = _search(run, load_hardware(hardware), layout, swap)
     if as_json:
@@ -100,7 +102,8 @@ def _tracer(run: RunConfig, on_trace: Callable[[str], None]) -> Callable[[Shape]
         on_trace(f"{shape[0]} x {shape[1]} tokens")
         train = run.train.model_copy(update={"micro_batch_size": shape[0]})
         data = run.data.model_copy(update={"sequence_length": shape[1]})
-        return trace_step(run.model_copy(update={"train": train, "data": data}), model)
+        alone = {"train": train, "data": data, "parallel": ParallelConfig()}
+        return trace_step(run.model_copy(update=alone), model)
 
     return graph_of
 

@@ -10,6 +10,7 @@ import typer
 from actmem.cli.bench import bench_progress
 from actmem.cli.check import step_setting
 from actmem.cli.output import make_directory, told_if_unwritable
+from actmem.cli.planned import refuse_layout
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -41,6 +42,7 @@ def pareto(
     frontier.json, frontier.svg, frontier.png and frontier.html.
     """
     run = load_config(config, overrides or ())
+    refuse_layout(run, "pareto", "pp_size")
     device = load_hardware(hardware)
     make_directory(out, _FILES)
     found = _solve(run, device, points, seconds, swap)

@@ -52,61 +52,102 @@ def plan(
 
 @dataclass(frozen=True)
 class _Made:
-    """A plan, and what a step under it comes to on the hardware that the configuration names."""
+    """A plan, and what a step under it comes to on each rank that differs, on the hardware that the configuration
+    names. `seconds` are those of the step, with and without the plan, and the least that any plan takes."""
 
     plan: Plan
-    simulation: Simulation
-    unplanned: Simulation
+    ranks: tuple[Simulation, ...]
+    unplanned: tuple[Simulation, ...]
+    seconds: float
+    unplanned_seconds: float
     hardware: str
     bound_seconds: float | None = None
+    bubble_share: float | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
+        peaks = [rank.peak for rank in self.ranks]
+        peak = max(peaks, key=lambda peak: peak.num_bytes)
         return {
             "name": self.plan.name,
             "num_rules": len(self.plan.rules),
             "prefetch": self.plan.prefetch,
             "hardware": self.hardware,
-            "peak_bytes": self.simulation.peak_bytes,
-            "peak": {"where": self.simulation.peak.where, "bytes_by_use": dict(self.simulation.peak.bytes_by_use)},
-            "step_seconds": self.simulation.seconds,
-            "unplanned_peak_bytes": self.unplanned.peak_bytes,
-            "unplanned_step_seconds": self.unplanned.seconds,
+            "peak_bytes": peak.num_bytes,
+            "peak": {"where": peak.where, "bytes_by_use": dict(peak.bytes_by_use)},
+            "peak_bytes_by_rank": [each.num_bytes for each in peaks],
+            "step_seconds": self.seconds,
+            "unplanned_peak_bytes": max(rank.peak_bytes for rank in self.unplanned),
+            "unplanned_step_seconds": self.unplanned_seconds,
             "bound_seconds": self.bound_seconds,
-            "swapped_bytes": self.simulation.swapped_bytes,
+            "bubble_share": self.bubble_share,
+            "swapped_bytes": sum(rank.swapped_bytes for rank in self.ranks),
         }
 
     def facts(self) -> dict[str, str]:
         """The same for a person to read."""
-        peak = self.simulation.peak
-        parts = sorted(peak.bytes_by_use.items(), key=lambda part: -part[1])
-        added = self.simulation.seconds / self.unplanned.seconds - 1
-        step = f"{self.simulation.seconds:.3g} s, {added:+.2%} over the unplanned {self.unplanned.seconds:.3g} s"
+        facts: dict[str, str] = {}
+        for rank, (mine, before) in enumerate(zip(self.ranks, self.unplanned, strict=True)):
+            which = f", rank {rank}" if len(self.ranks) > 1 else ""
+            parts = sorted(mine.peak.bytes_by_use.items(), key=lambda part: -part[1])
+            facts[f"peak{which}"] = f"{format_bytes(mine.peak_bytes)}, {mine.peak.where}"
+            facts[f"unplanned{which}"] = f"{format_bytes(before.peak_bytes)}, {before.peak.where}"
+            facts[f"made of{which}"] = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        added = self.seconds / self.unplanned_seconds - 1
+        step = f"{self.seconds:.3g} s, {added:+.2%} over the unplanned {self.unplanned_seconds:.3g} s"
         if self.bound_seconds is not None:
-            step += f"; no plan is below {self.bound_seconds / self.unplanned.seconds - 1:+.2%}"
-        return {
-            "peak": f"{format_bytes(peak.num_bytes)}, {peak.where}",
-            "unplanned": f"{format_bytes(self.unplanned.peak_bytes)}, {self.unplanned.peak.where}",
-            "made of": ", ".join(f"{name} {format_bytes(size)}" for name, size in parts),
-            "swapped": format_bytes(self.simulation.swapped_bytes),
-            "step": step,
-            "on": self.hardware,
-        }
+            step += f"; no plan is below {self.bound_seconds / self.unplanned_seconds - 1:+.2%}"
+        facts["swapped"] = format_bytes(sum(rank.swapped_bytes for rank in self.ranks))
+        facts["step"] = step
+        if self.bubble_share is not None:
+            facts["bubble"] = f"{self.bubble_share:.1%} of the ranks' time"
+        return facts | {"on": self.hardware}
 
 
 def _made(run: RunConfig) -> _Made:
-    from actmem.training.budget import hardware_of, plan_with, planner_of
-    from actmem.training.traced import shapes_of, trace_step
+    from actmem.training.budget import hardware_of
+    from actmem.training.traced import shapes_of
 
-    model = shapes_of(run)
-    graph = trace_step(run, model)
-    planner, hardware = planner_of(run, graph), hardware_of(run)
+    model, hardware = shapes_of(run), hardware_of(run)
     named = f"{hardware.name}, {hardware.times} times of ops"
+    make = _of_pipeline if run.parallel.pp_size > 1 else _of_step
+    return make(run, model, named)
+
+
+def _of_step(run: RunConfig, model: PreTrainedModel, hardware: str) -> _Made:
+    from actmem.training.budget import plan_with, planner_of
+    from actmem.training.traced import trace_step
+
+    graph = trace_step(run, model)
+    planner = planner_of(run, graph)
+    bound = None
     if run.memory_budget is not None:
         found = plan_with(planner, run)
-        return _Made(found.plan, found.simulation, found.unplanned, named, found.bound_seconds)
-    plan = _given(run, model, graph)
-    return _Made(plan, planner.simulate(plan), planner.unplanned, named)
+        plan, mine, bound = found.plan, found.simulation, found.bound_seconds
+    else:
+        plan = _given(run, model, graph)
+        mine = planner.simulate(plan)
+    before = planner.unplanned
+    return _Made(plan, (mine,), (before,), mine.seconds, before.seconds, hardware, bound)
+
+
+def _of_pipeline(run: RunConfig, model: PreTrainedModel, hardware: str) -> _Made:
+    from actmem.training.budget import pipeline_planner_of, plan_with
+    from actmem.training.traced import trace_pipeline, trace_run
+
+    pipeline = trace_pipeline(run, model)
+    planner = pipeline_planner_of(run, pipeline)
+    bound = None
+    if run.memory_budget is not None:
+        found = plan_with(planner, run)
+        plan, mine, bound = found.plan, found.simulation, found.bound_seconds
+    else:
+        plan = replace(_given(run, model, trace_run(run, model)), fingerprint=pipeline.made_for)
+        mine = planner.simulate(plan)
+    before = planner.unplanned
+    return _Made(
+        plan, mine.ranks, before.ranks, mine.seconds, before.seconds, hardware, bound, bubble_share=mine.bubble_share
+    )
 
 
 def _given(run: RunConfig, model: PreTrainedModel, graph: Graph) -> Plan:

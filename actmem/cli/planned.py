@@ -24,6 +24,17 @@ def refuse_yardsticks(run: RunConfig) -> None:
         raise ConfigError([Fault("policy", "is torch's own way, which tells nothing of single ops", run.policy, ours)])
 
 
+def refuse_layout(run: RunConfig, command: str, *sizes: str) -> None:
+    """`ConfigError` for a layout under which `command` would tell nothing true: one with any of these `sizes`."""
+    cut = {size: getattr(run.parallel, size) for size in sizes if getattr(run.parallel, size) > 1}
+    faults = [
+        Fault(f"parallel.{size}", f"{command} looks at a model that one process has whole", value, f"parallel.{size}=1")
+        for size, value in cut.items()
+    ]
+    if faults:
+        raise ConfigError(faults)
+
+
 def traced_rules(run: RunConfig, model: PreTrainedModel, *, whole: bool = False) -> tuple[RuleSource, Graph]:
     """The rules that `run` gives the layers of `model`, on the meta device, and the graph of those layers; of the step
     around them as well if it has to be `whole`, or if it was traced anyway to find the rules for a memory budget.
@@ -31,23 +42,33 @@ def traced_rules(run: RunConfig, model: PreTrainedModel, *, whole: bool = False)
     Raises what `rules_of`, `refuse_clashes` and tracing raise, and `PlanError` for a budget that cannot be met.
     """
     from actmem.planning.clashes import refuse_clashes
-    from actmem.training.traced import trace_run, trace_step
+    from actmem.training.traced import trace_step
 
-    graph = (trace_step if whole or run.memory_budget is not None else trace_run)(run, model)
+    graph = trace_step(run, model) if whole else graph_for(run, model)
     refuse_clashes(run, graph)
     return rules_on(run, model, graph), graph
 
 
+def graph_for(run: RunConfig, model: PreTrainedModel) -> Graph:
+    """The graph of the layers; of the whole step where a plan for a memory budget is to be found with it."""
+    from actmem.training.traced import trace_run, trace_step
+
+    needs_step = run.memory_budget is not None and run.parallel.pp_size == 1
+    return (trace_step if needs_step else trace_run)(run, model)
+
+
 def rules_on(run: RunConfig, model: PreTrainedModel, graph: Graph | None) -> RuleSource:
-    """The rules that `run` gives the layers of `model`. A memory budget needs the `graph` of its whole step.
+    """The rules that `run` gives the layers of `model`, whose `graph` is what `graph_for` gives.
 
     Raises what `rules_of` raises, and `PlanError` for a budget that cannot be met.
     """
     from actmem.runtime.apply import rule_source
-    from actmem.training.budget import plan_with, planner_of
+    from actmem.training.budget import plan_run, plan_with, planner_of
 
     if run.memory_budget is None or graph is None:
         return rules_of(run, model)
+    if run.parallel.pp_size > 1:
+        return rule_source(plan_run(run, model).plan)
     return rule_source(plan_with(planner_of(run, graph), run).plan)
 
 

@@ -11,13 +11,14 @@ from typing import Any
 class Fingerprint:
     """The model and batch that a graph was traced from, or a plan made for. `regions`: kind of each layer (its class
     and a digest of its parameters' shapes); `inputs`: shape of each region input by name; `dtypes` of the parameters;
-    `autocast` dtype or ``None``."""
+    `autocast` dtype or ``None``; `layout`: over how many ranks which of its parameters are spread, such as ``tp 2``."""
 
     model: str
     regions: tuple[str, ...]
     dtypes: tuple[str, ...]
     inputs: tuple[str, ...] = ()
     autocast: str | None = None
+    layout: str | None = None
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Each field in which `other` differs, in words; empty for an equal fingerprint."""
@@ -30,7 +31,7 @@ class Fingerprint:
             if unequal:
                 layer, mine, theirs = unequal[0]
                 found.append(f"{len(unequal)} layers differ, first layer {layer}: plan {mine}, model {theirs}")
-        for name in ("model", "dtypes", "inputs", "autocast"):
+        for name in ("model", "dtypes", "inputs", "autocast", "layout"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 found.append(f"{name}: plan {_plain(mine)}, model {_plain(theirs)}")
@@ -40,7 +41,7 @@ class Fingerprint:
     def from_dict(cls, data: Mapping[str, Any]) -> Fingerprint:
         """The fingerprint whose `asdict` this is."""
         lists = {name: tuple(data[name]) for name in ("regions", "dtypes", "inputs")}
-        return cls(model=data["model"], autocast=data["autocast"], **lists)
+        return cls(model=data["model"], autocast=data["autocast"], layout=data.get("layout"), **lists)
 
 
 def _plain(value: object) -> str:

@@ -47,6 +47,7 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
             "dtypes": list(mine.dtypes),
             "inputs": list(mine.inputs),
             "autocast": mine.autocast,
+            "layout": mine.layout,
         }
     if any(rule.action is Action.SWAP for rule in plan.rules):
         data["prefetch"] = plan.prefetch
@@ -179,7 +180,7 @@ class _PlanReader:
         try:
             if not isinstance(data, dict):
                 raise TypeError(f"{data!r} is not a mapping")
-            self._known(data, {"model", "regions", "dtypes", "inputs", "autocast"}, ("fingerprint",))
+            self._known(data, {"model", "regions", "dtypes", "inputs", "autocast", "layout"}, ("fingerprint",))
             kinds = {layer: str(group["kind"]) for group in data["regions"] for layer in from_ranges(group["layers"])}
             return Fingerprint(
                 model=str(data["model"]),
@@ -187,6 +188,7 @@ class _PlanReader:
                 dtypes=tuple(map(str, data["dtypes"])),
                 inputs=tuple(map(str, data["inputs"])),
                 autocast=None if data["autocast"] is None else str(data["autocast"]),
+                layout=None if data.get("layout") is None else str(data["layout"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             self._note(("fingerprint",), f"{error!r}; leave it as Plan.save wrote it, or remove it whole")

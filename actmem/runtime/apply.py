@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from actmem._compat import is_compiled
+from actmem._compat import is_compiled, spread_over
 from actmem.config.loading import parse_memory, parse_sections
 from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.errors import ApplyError, PlanError, PlatformError
@@ -269,7 +269,8 @@ def region_kind(module: nn.Module) -> str:
 def fingerprint(model: nn.Module, regions: dict[str, nn.Module]) -> Fingerprint:
     """What a plan for this model must have been made for."""
     dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})
-    return Fingerprint(type(model).__name__, tuple(map(region_kind, regions.values())), tuple(dtypes))
+    kinds = tuple(map(region_kind, regions.values()))
+    return Fingerprint(type(model).__name__, kinds, tuple(dtypes), layout=spread_over(model.parameters()))
 
 
 def _check_plan(plan: Plan, model: Fingerprint, layers: Sequence[int] | None) -> None:

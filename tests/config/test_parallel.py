@@ -96,6 +96,8 @@ SOUND: list[str] = [
     ),
     run_text("pp_size: 2, pp_layers: [1, 3]"),
     run_text("pp_size: 2, pp_layers: null"),
+    run_text("pp_size: 2") + "memory_budget: 0.5\n",
+    run_text("tp_size: 2") + "memory_budget: 0.5\n",
     run_text("pp_size: 2, pp_layers: [1, 1, 2, 2], pp_schedule: ZBVZeroBubble", SIX_LAYERS),
     run_text("pp_size: 2, pp_layers: [1, 1, 1, 1, 1, 1], pp_schedule: LoopedBFS", SIX_LAYERS),
     run_text("pp_size: 2", train="micro_batch_size: 16"),
@@ -130,12 +132,6 @@ WRONG: list[tuple[str, str, str, str]] = [
         "model.loss",
         "chunked needs the whole head on each rank, and parallel.tp_size 2 cuts it",
         "standard, or parallel.tp_size: 1",
-    ),
-    (
-        run_text("pp_size: 2") + "memory_budget: 0.5\n",
-        "memory_budget",
-        "is planned for ranks that have whole layers, and parallel.pp_size 2 cuts them up",
-        "a policy, a plan, or the dp sizes alone",
     ),
     # kinds and ranges
     (

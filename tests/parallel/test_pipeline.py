@@ -19,6 +19,7 @@ from actmem._compat import end_process
 from actmem.config.schema import ModelConfig, ParallelConfig, ScheduleName
 from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
 from actmem.models.building import build_model
+from actmem.parallel.orders import orders_of
 from actmem.parallel.pipeline import Pipeline, StageShape, cut, layers_here
 from actmem.planning.actions import Group, PipelineAction, gaps_of
 from actmem.runtime import apply
@@ -201,6 +202,12 @@ def test_invariant_01_the_same_bits_under_a_plan(ranks: Outcomes, schedule: str,
         assert planned.losses[:2] == expected.losses
         assert planned.dropped > 0 or plan == "swap"
         assert planned.calls_left == 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_order_that_is_planned_for_is_the_one_that_runs(ranks: Outcomes, schedule: ScheduleName) -> None:
+    parallel = ParallelConfig(pp_size=2, pp_schedule=schedule, pp_microbatches=NUM_MICROBATCHES)
+    assert orders_of(parallel) == tuple(rank[schedule, "dense", None].order for rank in ranks)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -48,6 +48,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "recompute_comm": {"enable": True, "select_module": {".*all_gather": ["0-3"]}},
     },
     "stages": {"parallel": {"pp_size": 2, "pp_microbatches": 4}, "policy": "attention-swap"},
+    "budget of stages": {"parallel": {"pp_size": 2, "pp_microbatches": 4}, "policy": None, "memory_budget": 0.5},
+    "budget of tensors": {"parallel": {"tp_size": 2}, "policy": None, "memory_budget": 0.5},
     "two stages each": {"parallel": {"pp_size": 2, "pp_microbatches": 4, "pp_schedule": "ZBVZeroBubble"}},
 }
 STEPS, HALF = 4, 2
