@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from actmem.cli.check import step_setting
 from actmem.cli.output import make_directory, told_if_unwritable
+from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -94,7 +91,7 @@ def _measure(run: RunConfig, policies: list[str | Plan], rounds: int) -> BenchRe
     from actmem.measuring.bench import num_steps, run_bench
 
     model, batch = model_and_batch(run)
-    with bench_progress(num_steps(policies, rounds)) as on_step:
+    with progress("bench", num_steps(policies, rounds)) as on_step:
         return run_bench(
             model,
             batch,
@@ -124,17 +121,6 @@ def model_and_batch(run: RunConfig) -> tuple[PreTrainedModel, Batch]:
 def setting_of(run: RunConfig, device: torch.device) -> str:
     """A run's model and batch, and where they are, in words."""
     return f"{step_setting(run)}, {device.type}"
-
-
-@contextmanager
-def bench_progress(total: int, label: str = "bench") -> Iterator[Callable[[str], None]]:
-    """A bar on standard error while the steps run, gone when they are over."""
-    console = Console(stderr=True, markup=False, highlight=False)
-    columns = (TextColumn(label), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with bar:
-        task = bar.add_task("", total=total)
-        yield lambda policy: bar.update(task, advance=1, description=policy)
 
 
 def write_result(result: BenchResult, directory: Path) -> None:

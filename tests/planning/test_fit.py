@@ -63,6 +63,27 @@ def test_a_curved_peak_is_no_trouble() -> None:
     assert largest(lambda count: count**2, 10_000, (4,)) == 100
 
 
+def test_next_to_a_straight_line_nothing_is_halved() -> None:
+    tried: list[int] = []
+
+    def peak(count: int) -> int:
+        tried.append(count)
+        return 1000 + 100 * count + count**2 // 50
+
+    assert largest(peak, 4000, (1, 2, 8)) == 29
+    assert len(tried) <= 6
+
+
+def test_where_the_bound_is_too_hopeful_plans_decide(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    def search() -> FitSearch:
+        return FitSearch(graph_of, planner_from, Layout(), limit, sequence_step=32)
+
+    true = search().reaches(BASE)
+    bound = Planner.least_bound_bytes.func  # type: ignore[attr-defined]
+    monkeypatch.setattr(Planner, "least_bound_bytes", property(lambda planner: int(0.8 * bound(planner))))
+    assert search().reaches(BASE) == true
+
+
 def test_nothing_fits() -> None:
     assert largest(lambda count: 100 + count, 100, (8,)) == 0
 
