@@ -34,8 +34,13 @@ def bench(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings in place of the file's.")
     ] = None,
     policies: Annotated[
-        str, typer.Option("--policies", metavar="A,B,…", help="Policies, plan files or budgets such as auto@40%.")
-    ] = _POLICIES,
+        str | None,
+        typer.Option(
+            "--policies",
+            metavar="A,B,…",
+            help=f"Policies, plan files or budgets such as auto@40%; default: {_POLICIES}.",
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed steps of each policy.")] = 5,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where files go; by default train.output_dir/bench.")
@@ -44,16 +49,16 @@ def bench(
 ) -> None:
     """Measure peak memory and step time of policies, and that their gradients are those of the unplanned model.
 
-    What CONFIG itself says, by a policy, a plan file or its sections, is measured beside them.
-    The model is a fresh one, or that of model.path; the tokens are random, so no corpus is needed; a step is one
-    forward and backward pass of one micro-batch. Writes bench.json, bench.png and bench.svg. Exit code: 0, or 1 if a
-    policy gave other numbers.
+    The unplanned model, none, is always measured: all else is compared to it. Without --policies, what CONFIG itself
+    says, by a policy, a budget, a plan file or its sections, is measured as well. The model is a fresh one, or that of
+    model.path; the tokens are random, so no corpus is needed; a step is one forward and backward pass of one
+    micro-batch. Writes bench.json, bench.png and bench.svg. Exit code: 0, or 1 if a policy gave other numbers.
     """
     run = load_config(config, overrides or ())
-    names = [name.strip() for name in policies.split(",") if name.strip()]
+    names = _asked_for(policies) if policies is not None else _with_own_plan(run, _asked_for(_POLICIES))
     directory = out or run.train.output_dir / "bench"
     make_directory(directory, _FILES)
-    result = _measure(run, _with_budgets(run, _with_own_plan(run, names)), rounds)
+    result = _measure(run, _with_budgets(run, names), rounds)
     write_result(result, directory)
     if as_json:
         print_json(result.to_dict())
@@ -65,8 +70,12 @@ def bench(
         raise typer.Exit(1)
 
 
-def _with_own_plan(run: RunConfig, names: list[str]) -> list[str | Plan]:
-    """The policies that were asked for, and what the configuration itself says if it is something else."""
+def _asked_for(policies: str) -> list[str | Plan]:
+    return [name.strip() for name in policies.split(",") if name.strip()]
+
+
+def _with_own_plan(run: RunConfig, names: list[str | Plan]) -> list[str | Plan]:
+    """The policies, and what the configuration itself says if it is something else."""
     own = f"auto@{run.memory_budget}" if run.memory_budget is not None else plan_of(run)
     return list(dict.fromkeys([*names, str(own) if isinstance(own, Path) else own]))
 
@@ -78,11 +87,14 @@ def _with_budgets(run: RunConfig, policies: list[str | Plan]) -> list[str | Plan
     from actmem.training.budget import planner_of
     from actmem.training.traced import trace_step
 
-    planner = planner_of(run, trace_step(run), gradients_stand=True)
-    return [
-        planner.within(each.removeprefix(_AUTO)).plan if isinstance(each, str) and each.startswith(_AUTO) else each
-        for each in policies
-    ]
+    found: list[str | Plan] = []
+    with progress("plan", len(policies)) as on_policy:
+        planner = planner_of(run, trace_step(run), gradients_stand=True)
+        for each in policies:
+            is_budget = isinstance(each, str) and each.startswith(_AUTO)
+            found.append(planner.within(str(each).removeprefix(_AUTO)).plan if is_budget else each)
+            on_policy(str(each))
+    return found
 
 
 def _measure(run: RunConfig, policies: list[str | Plan], rounds: int) -> BenchResult:
