@@ -72,7 +72,11 @@ def calibrated(run: RunConfig | None) -> Hardware:
     step = None if run is None else training_step(run)
     directory = disk_directory(MemoryConfig() if run is None else run.memory)
     with progress("calibrate", len(STAGES)) as on_stage:
-        return calibrate(device, directory, step, on_stage)
+        doubts: list[str] = []
+        hardware = calibrate(device, directory, step, on_stage, doubts.append)
+    for doubt in doubts:
+        Screen(stderr=True).line(f"warning: {doubt}", style="yellow")
+    return hardware
 
 
 def training_step(run: RunConfig) -> TrainingStep:
