@@ -178,9 +178,9 @@ class FitSearch:
         most = largest(lambda count: planner(count).least_bound_bytes, limit, starts)
         if not most or planner(most).can_meet(limit):
             return most
-        excess = planner(most).least.simulation.peak_bytes / planner(most).least_bound_bytes
+        excess = planner(most).least_peak_bytes / planner(most).least_bound_bytes
         near = largest(lambda count: planner(count).least_bound_bytes, int(limit / excess), sorted({starts[-1], most}))
-        return largest(lambda count: planner(count).least.simulation.peak_bytes, limit, sorted({max(near, 1), most}))
+        return largest(lambda count: planner(count).least_peak_bytes, limit, sorted({max(near, 1), most}))
 
     def _reach(self, way: str, dimension: Dimension, shape: Shape | None, base: Shape) -> Reach:
         if shape is None:

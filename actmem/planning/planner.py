@@ -182,6 +182,11 @@ class Planner:
         peak_bytes = self._least.simulation.peak_bytes
         return self._planned(self._least, "least memory", peak_bytes, self._solver.bound(peak_bytes))
 
+    @property
+    def least_peak_bytes(self) -> int:
+        """The least peak of any plan; it takes no time to make that plan a fast one, as `least` does."""
+        return self._smallest.simulation.peak_bytes
+
     @cached_property
     def least_bound_bytes(self) -> int:
         """What no plan can get the peak below; found much faster than `least`."""
@@ -193,7 +198,7 @@ class Planner:
         if self.least_bound_bytes > budget_bytes:
             return False
         peaks = (each.simulation.peak_bytes for each in self._policies)
-        return min(peaks) <= budget_bytes or self._least.simulation.peak_bytes <= budget_bytes
+        return min(peaks) <= budget_bytes or self.least_peak_bytes <= budget_bytes
 
     def within(self, budget: str | int | float, *, memory_bytes: int | None = None) -> Planned:
         """The best plan for a budget as a user writes it: bytes, a share of the activations, or ``auto``, which stands
@@ -254,13 +259,18 @@ class Planner:
         return found
 
     @cached_property
-    def _least(self) -> _Found:
-        """Each way to solve is asked for less than those before it found, and then for a faster one with that peak."""
+    def _smallest(self) -> _Found:
+        """Each way to solve is asked for less than those before it found."""
         best = min(self._policies, key=_by_peak)
         for mood in self._moods:
             choice = self._solver.least_peak(mood=mood, below=best.simulation.peak_bytes)
             best = best if choice is None else min(best, self._played(choice.options), key=_by_peak)
-        until = time.monotonic() + _LEAST_SECONDS
+        return best
+
+    @cached_property
+    def _least(self) -> _Found:
+        """What has the smallest peak, or a faster plan that has it as well."""
+        best, until = self._smallest, time.monotonic() + _LEAST_SECONDS
         faster = [self._solver.solve(best.simulation.peak_bytes, until=until, mood="plain")]
         if self._tiers:
             faster.append(self._solver.least_peak(is_fast=True))

@@ -91,8 +91,12 @@ class StraightPlanner:
         self.graph, self.unplanned = graph, self.simulate("none")
 
     @property
-    def least(self) -> Any:
+    def least_peak_bytes(self) -> int:
         self._asked.append(self._tokens)
+        return self.simulate("least").peak_bytes
+
+    @property
+    def least(self) -> Any:
         return SimpleNamespace(plan=SimpleNamespace(name="least"), simulation=self.simulate("least"))
 
     @property
@@ -100,7 +104,7 @@ class StraightPlanner:
         return int((1 - self._missing) * self.simulate("least").peak_bytes)
 
     def can_meet(self, budget: int) -> bool:
-        return self.least_bound_bytes <= budget and self.least.simulation.peak_bytes <= budget
+        return self.least_bound_bytes <= budget and self.least_peak_bytes <= budget
 
     def plan(self, budget: int) -> Any:
         return self.least
