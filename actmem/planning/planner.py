@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from actmem.planning.plan import Plan, Rule, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
 from actmem.planning.simulation import HELD, Conditions, LayerPlan, Moment, Simulation
 from actmem.planning.simulator import Simulator
-from actmem.planning.solver import Mood, Solver
+from actmem.planning.solver import Choice, Mood, Solver
 from actmem.planning.terrain import Terrain
 from actmem.units import format_bytes
 
@@ -260,11 +260,15 @@ class Planner:
 
     @cached_property
     def _smallest(self) -> _Found:
-        """Each way to solve is asked for less than those before it found."""
-        best = min(self._policies, key=_by_peak)
+        """Each way to solve is asked for less than those before it found. Where options are few, copies do not even
+        out, and a choice may need less than the program believes: there it is whatever any way comes to."""
+        best, until = min(self._policies, key=_by_peak), time.monotonic() + _LEAST_SECONDS
         for mood in self._moods:
-            choice = self._solver.least_peak(mood=mood, below=best.simulation.peak_bytes)
-            best = best if choice is None else min(best, self._played(choice.options), key=_by_peak)
+            below = math.inf if self._has_few_options else best.simulation.peak_bytes
+            choices = [self._solver.least_peak(mood=mood, below=below)]
+            if self._has_few_options and choices[0] is not None:
+                choices.append(self._solver.solve(choices[0].peak_bytes, until=until, mood=mood))
+            best = min([best, *self._all_played(choices)], key=_by_peak)
         return best
 
     @cached_property
@@ -274,7 +278,11 @@ class Planner:
         faster = [self._solver.solve(best.simulation.peak_bytes, until=until, mood="plain")]
         if self._tiers:
             faster.append(self._solver.least_peak(is_fast=True))
-        return min([best, *(self._played(each.options) for each in faster if each is not None)], key=_by_peak)
+        return min([best, *self._all_played(faster)], key=_by_peak)
+
+    @property
+    def _has_few_options(self) -> bool:
+        return sum(map(len, self._options)) <= _FEW
 
     def _search(self, budget_bytes: int, bound: float, seconds: float) -> Iterator[_Found]:
         """Choices that the simulation takes closer and closer to the budget, until one is good enough."""
@@ -300,7 +308,7 @@ class Planner:
     def _polished(self, found: _Found, budget_bytes: int) -> _Found:
         """A choice bettered one layer at a time by what the simulation says, where copies make the program inexact and
         are few, so that they do not even out."""
-        if not self._tiers or sum(map(len, self._options)) > _FEW:
+        if not self._tiers or not self._has_few_options:
             return found
         alike = [{option.key: option for option in options} for options in self._options]
         taken = [known.get(plan.key) for known, plan in zip(alike, found.layers, strict=True)]
@@ -325,6 +333,9 @@ class Planner:
         layers = tuple(option.plan for option in options)
         rules = rules_of_options(options, self.simulator.layers)
         return _Found(rules, layers, self.simulator.run(layers))
+
+    def _all_played(self, choices: Iterable[Choice | None]) -> Iterator[_Found]:
+        yield from (self._played(choice.options) for choice in choices if choice is not None)
 
     def _planned(self, found: _Found, name: str, budget_bytes: int, bound: float | None) -> Planned:
         plan = Plan(name, found.rules, self.graph.made_for, prefetch=self.simulator.conditions.prefetch)
