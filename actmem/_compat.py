@@ -25,8 +25,8 @@ __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "DEVICE_QUESTION",
     "DispatchMode",
-    "FakeGroupedProducts",
     "FakeTensorMode",
+    "LifelikeFakes",
     "OpOverload",
     "TorchDispatchMode",
     "allocations",
@@ -111,13 +111,19 @@ def answer_device(tensor: Any) -> torch.device:
     return device
 
 
-class FakeGroupedProducts(DispatchMode):
-    """Lets fake tensors of any dtype into a grouped matmul: torch's kernels take more dtypes than its rule for the
-    shape of the result, which knows bfloat16 alone."""
+_WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
+
+
+class LifelikeFakes(DispatchMode):
+    """Has fake tensors do as real ones do, where torch's rules for them do not. Its kernels take more dtypes into a
+    grouped matmul than its rule for the shape of the result, which knows bfloat16 alone; and waiting for a collective
+    gives the tensor that was waited for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_QUESTION:
             return answer_device(args[0])
+        if func is _WAIT:
+            return args[0]
         kwargs = kwargs or {}
         if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
             return func(*args, **kwargs)

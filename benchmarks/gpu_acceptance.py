@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from actmem.cli.bench import bench_progress
+from actmem.cli.progress import progress
 from actmem.config.presets import PRESETS
 from actmem.config.schema import DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from actmem.graph import RegionGraph
@@ -127,7 +127,7 @@ def measure_stack(preset: str, device: torch.device, *, small: bool, rounds: int
     policies = (*OURS, *YARDSTICKS)
     shape = f"{fields['num_hidden_layers']} layers of {preset}, {sequences} x {length} tokens, bfloat16"
     memory = MemoryConfig(min_swap_bytes=0) if small else MemoryConfig()
-    with bench_progress(num_steps(policies, rounds)) as on_step:
+    with progress("bench", num_steps(policies, rounds)) as on_step:
         result = run_bench(model, batch, policies, setting=shape, rounds=rounds, memory=memory, on_step=on_step)
     return result, f"{model.num_parameters() / 1e9:.2f}B parameters"
 

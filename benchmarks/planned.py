@@ -22,8 +22,9 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from actmem.cli.bench import bench_progress, model_and_batch
+from actmem.cli.bench import model_and_batch
 from actmem.cli.calibrate import training_step
+from actmem.cli.progress import progress
 from actmem.config.schema import DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from actmem.hardware import Hardware, save_hardware
 from actmem.measuring.bench import num_steps, run_bench
@@ -115,7 +116,7 @@ class Bench:
 
     def measure(self, plans: Sequence[str | Plan], rounds: int) -> BenchResult:
         """All of them side by side."""
-        with bench_progress(num_steps(plans, rounds), self.name) as on_step:
+        with progress(self.name, num_steps(plans, rounds)) as on_step:
             return run_bench(self.model, self.batch, plans, rounds=rounds, memory=_MEMORY, on_step=on_step)
 
     def plan_for(self, peak_bytes: int, name: str = "auto") -> Plan:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from actmem.cli.bench import bench_progress
+from actmem.cli.progress import progress
 from actmem.config.loading import parse_sections
 from actmem.config.schema import Dtype, ModelConfig
 from actmem.measuring.bench import num_steps, random_batch, run_bench
@@ -128,7 +128,7 @@ def measure(setting: Setting, rounds: int, directory: Path) -> str:
     machine = Machine.here_and_now()
     model = build_model(setting.model, seed=0)
     batch = random_batch(model, 1, setting.sequence_length)
-    with bench_progress(num_steps(setting.policies, rounds)) as on_step:
+    with progress("bench", num_steps(setting.policies, rounds)) as on_step:
         result = run_bench(model, batch, setting.policies, setting=setting.title, rounds=rounds, on_step=on_step)
     overhead = measure_overhead(model, batch, 4 * rounds) if setting.overhead else None
     text = _text(setting, machine, model, result, overhead)

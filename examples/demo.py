@@ -11,9 +11,10 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from actmem.cli.bench import bench_progress, model_and_batch, show_result, write_result
+from actmem.cli.bench import model_and_batch, show_result, write_result
 from actmem.cli.calibrate import calibrated
 from actmem.cli.pareto import show_frontier, write_frontier
+from actmem.cli.progress import progress
 from actmem.cli.screen import Screen
 from actmem.config.schema import DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from actmem.hardware import save_hardware
@@ -114,7 +115,7 @@ def measure(screen: Screen, name: str, fields: dict[str, object]) -> None:
     model = build_model(ModelConfig(config=fields), seed=0)
     batch = random_batch(model, 1, SEQUENCE_LENGTH)
     shape = f"hidden {model.config.hidden_size}, {model.config.num_hidden_layers} layers, {SEQUENCE_LENGTH} tokens"
-    with bench_progress(num_steps(POLICIES, ROUNDS)) as on_step:
+    with progress("bench", num_steps(POLICIES, ROUNDS)) as on_step:
         result = run_bench(
             model, batch, POLICIES, setting=f"{TITLES[name]}, {shape}, fp32 on CPU", rounds=ROUNDS, on_step=on_step
         )
@@ -139,7 +140,7 @@ def measure_frontier(screen: Screen) -> None:
     predicted = frontier(planner, hardware, setting=f"Qwen3, {SEQUENCE_LENGTH} tokens", steps=steps)
     contenders = [*YARDSTICKS, *(step.planned.plan for step in steps)]
     model, batch = model_and_batch(run)
-    with bench_progress(num_steps(contenders, ROUNDS), "frontier") as on_step:
+    with progress("frontier", num_steps(contenders, ROUNDS)) as on_step:
         result = run_bench(model, batch, contenders, rounds=ROUNDS, memory=run.memory, on_step=on_step)
     found = predicted.with_measured(result.totals(planner.standing_bytes))
     write_frontier(found, run, hardware, OUT)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from actmem.cli.check import step_setting
 from actmem.cli.output import make_directory, told_if_unwritable
 from actmem.cli.planned import refuse_layout
+from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -38,8 +35,13 @@ def bench(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings in place of the file's.")
     ] = None,
     policies: Annotated[
-        str, typer.Option("--policies", metavar="A,B,…", help="Policies, plan files or budgets such as auto@40%.")
-    ] = _POLICIES,
+        str | None,
+        typer.Option(
+            "--policies",
+            metavar="A,B,…",
+            help=f"Policies, plan files or budgets such as auto@40%; default: {_POLICIES}.",
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed steps of each policy.")] = 5,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where files go; by default train.output_dir/bench.")
@@ -48,17 +50,17 @@ def bench(
 ) -> None:
     """Measure peak memory and step time of policies, and that their gradients are those of the unplanned model.
 
-    What CONFIG itself says, by a policy, a plan file or its sections, is measured beside them.
-    The model is a fresh one, or that of model.path; the tokens are random, so no corpus is needed; a step is one
-    forward and backward pass of one micro-batch. Writes bench.json, bench.png and bench.svg. Exit code: 0, or 1 if a
-    policy gave other numbers.
+    The unplanned model, none, is always measured: all else is compared to it. Without --policies, what CONFIG itself
+    says, by a policy, a budget, a plan file or its sections, is measured as well. The model is a fresh one, or that of
+    model.path; the tokens are random, so no corpus is needed; a step is one forward and backward pass of one
+    micro-batch. Writes bench.json, bench.png and bench.svg. Exit code: 0, or 1 if a policy gave other numbers.
     """
     run = load_config(config, overrides or ())
     refuse_layout(run, "bench", "tp_size", "ep_size", "pp_size")
-    names = [name.strip() for name in policies.split(",") if name.strip()]
+    names = _asked_for(policies) if policies is not None else _with_own_plan(run, _asked_for(_POLICIES))
     directory = out or run.train.output_dir / "bench"
     make_directory(directory, _FILES)
-    result = _measure(run, _with_budgets(run, _with_own_plan(run, names)), rounds)
+    result = _measure(run, _with_budgets(run, names), rounds)
     write_result(result, directory)
     if as_json:
         print_json(result.to_dict())
@@ -70,8 +72,12 @@ def bench(
         raise typer.Exit(1)
 
 
-def _with_own_plan(run: RunConfig, names: list[str]) -> list[str | Plan]:
-    """The policies that were asked for, and what the configuration itself says if it is something else."""
+def _asked_for(policies: str) -> list[str | Plan]:
+    return [name.strip() for name in policies.split(",") if name.strip()]
+
+
+def _with_own_plan(run: RunConfig, names: list[str | Plan]) -> list[str | Plan]:
+    """The policies, and what the configuration itself says if it is something else."""
     own = f"auto@{run.memory_budget}" if run.memory_budget is not None else plan_of(run)
     return list(dict.fromkeys([*names, str(own) if isinstance(own, Path) else own]))
 
@@ -83,11 +89,14 @@ def _with_budgets(run: RunConfig, policies: list[str | Plan]) -> list[str | Plan
     from actmem.training.budget import planner_of
     from actmem.training.traced import trace_step
 
-    planner = planner_of(run, trace_step(run), gradients_stand=True)
-    return [
-        planner.within(each.removeprefix(_AUTO)).plan if isinstance(each, str) and each.startswith(_AUTO) else each
-        for each in policies
-    ]
+    found: list[str | Plan] = []
+    with progress("plan", len(policies)) as on_policy:
+        planner = planner_of(run, trace_step(run), gradients_stand=True)
+        for each in policies:
+            is_budget = isinstance(each, str) and each.startswith(_AUTO)
+            found.append(planner.within(str(each).removeprefix(_AUTO)).plan if is_budget else each)
+            on_policy(str(each))
+    return found
 
 
 def _measure(run: RunConfig, policies: list[str | Plan], rounds: int) -> BenchResult:
@@ -96,7 +105,7 @@ def _measure(run: RunConfig, policies: list[str | Plan], rounds: int) -> BenchRe
     from actmem.measuring.bench import num_steps, run_bench
 
     model, batch = model_and_batch(run)
-    with bench_progress(num_steps(policies, rounds)) as on_step:
+    with progress("bench", num_steps(policies, rounds)) as on_step:
         return run_bench(
             model,
             batch,
@@ -126,17 +135,6 @@ def model_and_batch(run: RunConfig) -> tuple[PreTrainedModel, Batch]:
 def setting_of(run: RunConfig, device: torch.device) -> str:
     """A run's model and batch, and where they are, in words."""
     return f"{step_setting(run)}, {device.type}"
-
-
-@contextmanager
-def bench_progress(total: int, label: str = "bench") -> Iterator[Callable[[str], None]]:
-    """A bar on standard error while the steps run, gone when they are over."""
-    console = Console(stderr=True, markup=False, highlight=False)
-    columns = (TextColumn(label), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with bar:
-        task = bar.add_task("", total=total)
-        yield lambda policy: bar.update(task, advance=1, description=policy)
 
 
 def write_result(result: BenchResult, directory: Path) -> None:

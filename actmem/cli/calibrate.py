@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmem.cli.bench import bench_progress, model_and_batch, setting_of
+from actmem.cli.bench import model_and_batch, setting_of
+from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import MemoryConfig, RunConfig
@@ -70,8 +71,12 @@ def calibrated(run: RunConfig | None) -> Hardware:
     device = choose_device("auto" if run is None else run.train.device)
     step = None if run is None else training_step(run)
     directory = disk_directory(MemoryConfig() if run is None else run.memory)
-    with bench_progress(len(STAGES), "calibrate") as on_stage:
-        return calibrate(device, directory, step, on_stage)
+    with progress("calibrate", len(STAGES)) as on_stage:
+        doubts: list[str] = []
+        hardware = calibrate(device, directory, step, on_stage, doubts.append)
+    for doubt in doubts:
+        Screen(stderr=True).line(f"warning: {doubt}", style="yellow")
+    return hardware
 
 
 def training_step(run: RunConfig) -> TrainingStep:

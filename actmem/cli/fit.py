@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from actmem.cli.check import step_setting
 from actmem.cli.planned import refuse_layout
+from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import ParallelConfig, RunConfig
@@ -19,8 +18,7 @@ from actmem.hardware import Hardware, load_hardware
 from actmem.units import format_bytes
 
 if TYPE_CHECKING:
-    from actmem.graph import Graph
-    from actmem.planning.fit import Fit, Shape
+    from actmem.planning.fit import Fit
     from actmem.planning.layout import Layout
 
 _SHORT, _LONG = 64, 512
@@ -62,19 +60,23 @@ def fit(
 
 
 def _search(run: RunConfig, hardware: Hardware, layout: Layout, swaps: bool) -> Fit:
-    from actmem.planning.fit import Fit, FitSearch
+    from actmem.planning.fit import NUM_STAGES, Fit, FitSearch
     from actmem.planning.times import measured_share, times_in_words
     from actmem.training.budget import planner_of
+    from actmem.training.shape_tracer import ShapeTracer
 
     shape = (run.train.micro_batch_size, run.data.sequence_length)
     step = _SHORT if shape[1] < 4 * _LONG else _LONG
-    with _trace_progress() as on_trace:
+    gc.freeze()  # what was imported is no garbage, and takes a fifth of the time to be looked at again and again
+    with progress("fit", NUM_STAGES) as on_stage:
+        tracer = ShapeTracer(run.model_copy(update={"parallel": ParallelConfig()}))  # `layout` says who shares
         search = FitSearch(
-            _tracer(run, on_trace),
+            lambda shape: tracer(*shape),
             lambda graph: planner_of(run, graph, hardware=hardware, swaps=swaps),
             layout,
             hardware.memory_bytes,
             sequence_step=step,
+            on_stage=on_stage,
         )
         unplanned, planned, least = search.needs(shape)
         reaches = search.reaches(shape)
@@ -90,30 +92,6 @@ def _search(run: RunConfig, hardware: Hardware, layout: Layout, swaps: bool) -> 
             reaches=reaches,
             remedies=() if planned else search.remedies(shape, reaches),
         )
-
-
-def _tracer(run: RunConfig, on_trace: Callable[[str], None]) -> Callable[[Shape], Graph]:
-    """Traces the step of `run` with another batch."""
-    from actmem.training.traced import shapes_of, trace_step
-
-    model = shapes_of(run)
-
-    def graph_of(shape: Shape) -> Graph:
-        on_trace(f"{shape[0]} x {shape[1]} tokens")
-        train = run.train.model_copy(update={"micro_batch_size": shape[0]})
-        data = run.data.model_copy(update={"sequence_length": shape[1]})
-        alone = {"train": train, "data": data, "parallel": ParallelConfig()}
-        return trace_step(run.model_copy(update=alone), model)
-
-    return graph_of
-
-
-@contextmanager
-def _trace_progress() -> Iterator[Callable[[str], None]]:
-    """What is being traced, on standard error; how much there will be is not known."""
-    console = Console(stderr=True, markup=False, highlight=False)
-    with console.status("fit") as status:
-        yield lambda shape: status.update(f"fit: {shape}")
 
 
 def _show(found: Fit) -> None:

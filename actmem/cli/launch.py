@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Sequence
@@ -11,18 +12,23 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import get_args_parser, run
 
 from actmem.cli.screen import Screen
+from actmem.cli.told_once import told_once
+
+_TORCHS_OWN = "torch.distributed.elastic.multiprocessing.api"
 
 
 def launch(num_processes: int, arguments: Sequence[str]) -> int:
     """Run ``actmem`` with `arguments`, but for ``--nproc``, in that many processes; returns the exit code for all.
 
-    One that fails ends the others. The first to fail is named, with how it ended. A signal is passed on to all of them.
-    The cores are shared out among them, unless ``OMP_NUM_THREADS`` says otherwise.
+    One that fails ends the others. The first to fail is named, with how it ended, unless it said so itself. A signal is
+    passed on to all of them. The cores are shared out among them, unless ``OMP_NUM_THREADS`` says otherwise.
     """
     given = ["--standalone", f"--nproc-per-node={num_processes}", "-m", "actmem", *_without_nproc(arguments)]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    logging.getLogger(_TORCHS_OWN).setLevel(logging.CRITICAL)  # how processes end is said below
     try:
-        run(get_args_parser().parse_args(given))
+        with told_once():
+            run(get_args_parser().parse_args(given))
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:

@@ -21,6 +21,7 @@ from actmem.cli.fit import fit
 from actmem.cli.pareto import pareto
 from actmem.cli.plan import plan
 from actmem.cli.screen import Screen, print_json
+from actmem.cli.told_once import is_news
 from actmem.cli.train import train
 from actmem.errors import ActmemError, ConfigError
 
@@ -69,9 +70,10 @@ def run() -> None:
     try:
         app(prog_name="actmem")
     except ActmemError as error:
-        if "--json" in sys.argv[1:]:
-            print_json(_as_data(error))
-        Screen(stderr=True).error(error)
+        if is_news(str(error)):
+            if "--json" in sys.argv[1:]:
+                print_json(_as_data(error))
+            Screen(stderr=True).error(error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

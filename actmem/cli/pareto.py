@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmem.cli.bench import bench_progress
 from actmem.cli.check import step_setting
 from actmem.cli.output import make_directory, told_if_unwritable
 from actmem.cli.planned import refuse_layout
+from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
@@ -60,7 +60,7 @@ def _solve(run: RunConfig, hardware: Hardware, num_points: int, seconds: float, 
     from actmem.training.budget import planner_of
     from actmem.training.traced import trace_step
 
-    with bench_progress(num_points + 2, "pareto") as on_step:
+    with progress("pareto", num_points + 2) as on_step:
         on_step("trace")
         planner = planner_of(run, trace_step(run), hardware=hardware, swaps=swaps)
         setting = step_setting(run)

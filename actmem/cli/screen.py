@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,7 @@ from rich.text import Text
 from actmem.errors import ActmemError, ConfigError, Fault
 
 _PLAIN_WIDTH = 160  # columns when no terminal says how many it has, as in a log
+_ANY_WIDTH = 10_000  # for a table there, which is to be searched and cut and not to be looked at alone
 
 
 class Screen:
@@ -21,7 +23,8 @@ class Screen:
 
     def __init__(self, stderr: bool = False) -> None:
         self._console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
-        if not self._console.is_terminal and "COLUMNS" not in os.environ:
+        self._is_bound = self._console.is_terminal or "COLUMNS" in os.environ
+        if not self._is_bound:
             self._console.width = _PLAIN_WIDTH
 
     def line(self, text: str, style: str = "") -> None:
@@ -36,8 +39,18 @@ class Screen:
         self._console.print(table)
 
     def table(self, table: Table) -> None:
-        """A table as it is."""
-        self._console.print(table)
+        """A table as it is; where no terminal says how wide it may be, as wide as it is."""
+        with self._wide():
+            self._console.print(table)
+
+    @contextmanager
+    def _wide(self) -> Iterator[None]:
+        width = self._console.width
+        self._console.width = width if self._is_bound else _ANY_WIDTH
+        try:
+            yield
+        finally:
+            self._console.width = width
 
     def faults(self, faults: Iterable[Fault], style: str = "red") -> None:
         """Line, path and problem in columns; below the problem what is allowed and the nearest valid name."""

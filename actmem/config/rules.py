@@ -38,7 +38,10 @@ def _warmup_within_steps(config: RunConfig) -> Iterator[Complaint]:
     train = config.train
     if "warmup_steps" in train.model_fields_set and train.warmup_steps > train.steps:
         problem = f"{train.warmup_steps} warm-up steps are more than the {train.steps} steps of train.steps"
-        yield Complaint("train.warmup_steps", problem, train.warmup_steps, f"at most {train.steps}")
+        allowed = (
+            f"at most {train.steps}, or more train.steps; add train.warmup_steps={train.steps // 10} to the command"
+        )
+        yield Complaint("train.warmup_steps", problem, train.warmup_steps, allowed)
 
 
 def _model_directory(config: RunConfig) -> Iterator[Complaint]:

@@ -35,7 +35,8 @@ def ways_at_once(config: RunConfig, wrong: Mapping[str, object]) -> Iterator[Com
     for name in given[1:]:
         if name not in wrong:
             problem = f"is given beside {first}; both say what to save"
-            yield Complaint(name, problem, getattr(config, name), f"one of {', '.join(WAYS)}")
+            allowed = f"one of {', '.join(WAYS)}; {given[0]}=null on the command line takes out what the file says"
+            yield Complaint(name, problem, getattr(config, name), allowed)
     for switch, value in used_sections(config).items():
         problem = f"is given beside {first}; both say what becomes of activations"
         yield Complaint(switch, problem, value, _ALLOWED)

@@ -37,12 +37,12 @@ def kind_of(value: object) -> str:
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
-def nearest(name: object, valid: Iterable[str]) -> str | None:
+def nearest(name: object, valid: Iterable[str], *, closeness: float = _CLOSE_ENOUGH) -> str | None:
     """The valid name most like `name`, if one is close; case and the `_`, `-` and blank between words do not count."""
     if not isinstance(name, str):
         return None
     plain = {_plain(option): option for option in valid}
-    close = difflib.get_close_matches(_plain(name[:100]), plain, n=1, cutoff=_CLOSE_ENOUGH)
+    close = difflib.get_close_matches(_plain(name[:100]), plain, n=1, cutoff=closeness)
     return plain[close[0]] if close else None
 
 

@@ -20,6 +20,7 @@ from actmem.hardware.profile import Collectives, Copying, Efficiency, Hardware, 
 FORMAT_VERSION = 1
 FORMAT_KEY = "actmem_hardware"
 _FILE_ENDINGS = {".yaml", ".yml"}
+_CLOSE_ENOUGH = 0.7  # names of devices are short, and much alike
 _KEYS = {each.__name__: tuple(each.model_fields) for each in (Hardware, Rate, Shares, Efficiency, Copying, Collectives)}
 _SECTIONS = {"link": "Copying", "disk": "Copying", "collectives": "Collectives", "efficiency": "Efficiency"}
 
@@ -41,7 +42,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     named = str(name_or_path)
     problem = f"{shown(named)} is neither a known device nor a file"
     allowed = f"{', '.join(devices)}, or a YAML file that actmem calibrate wrote"
-    closest = _aliases().get(nearest(named, _aliases()) or "")
+    closest = _aliases().get(nearest(named, _aliases(), closeness=_CLOSE_ENOUGH) or "")
     raise HardwareError([Fault("hardware", problem, named, allowed, closest)], "the hardware")
 
 

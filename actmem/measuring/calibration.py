@@ -59,13 +59,17 @@ def calibrate(
     directory: Path,
     step: TrainingStep | None = None,
     on_stage: OnStage = lambda stage: None,
+    on_doubt: Callable[[str], None] = lambda doubt: None,
 ) -> Hardware:
     """Measure `device`, the disk at `directory` and, if given, the ops of `step`.
 
-    `on_stage` hears each of `STAGES` before it begins. Raises `MeasurementError` where the disk cannot be written.
+    `on_stage` hears each of `STAGES` before it begins, `on_doubt` why figures are doubtful, if they are. Raises
+    `MeasurementError` where the disk cannot be written.
     """
     dtype = step.dtype if step is not None else _usual_dtype(device)
     found = _measure(device, directory, step, dtype, on_stage)
+    if found.op_times is not None and found.op_times.doubt is not None:
+        on_doubt(found.op_times.doubt)
     return _profile(device, found, dtype, _note(device, step, found.op_times))
 
 

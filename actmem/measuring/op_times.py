@@ -25,6 +25,9 @@ WARM_UP = 2
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _ENOUGH_SECONDS = 10.0
 
+_LEAST_FACTOR = 0.5
+"""That the times of ops may be multiplied by, or divided, and still tell which of them takes how long."""
+
 StepTimes = Mapping[str, Sequence[float]]
 """Signature -> seconds of each of its ops in one step."""
 
@@ -36,6 +39,19 @@ class OpTimes:
     seconds: Mapping[str, float]
     factor: float
     step_seconds: float
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the times of single ops are not to be trusted much, where they had to be scaled far."""
+        if _LEAST_FACTOR <= self.factor <= 1.0 / _LEAST_FACTOR:
+            return None
+        if self.factor < 1.0:
+            why = (
+                f"one by one the ops take {1.0 / self.factor:.1f} times as long as in a step: most of that is the clock"
+            )
+        else:
+            why = f"the step takes {self.factor:.1f} times as long as its ops: most of it goes by between them"
+        return f"the times of single ops are doubtful: {why}; take a larger batch, or a machine with nothing else to do"
 
 
 def measure_op_times(step: Callable[[], object], device: torch.device) -> OpTimes:

@@ -3,7 +3,8 @@
 A shape is a number of sequences and their length; each is traced, and its peak simulated. Peaks grow almost evenly
 with either, so the search follows the line through what it knows, and ends where one step more no longer fits. A fixed
 way fits if its peak does; the planner's way fits if the least peak of all plans does, and costs what the fastest plan
-within the device's memory does. All times are simulated, per token, by the unplanned step of one short batch.
+within the device's memory does. The least peak takes long to find and its bound does not, so that the search follows
+the bound, and looks for plans at its end. All times are simulated, per token, by the unplanned step of one short batch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from actmem.planning.simulation import Simulation
 WAYS = ("none", "selective", "full")
 BEST = "best plan"
 SHARDS = (2, 4, 8, 16, 32, 64)
+NUM_STAGES = 2 + 2 * (len(WAYS) + 1)
+"""Of a search, as `on_stage` hears of them: two of what the shape needs, and one of how far each way goes either way.
+"""
 
 Shape = tuple[int, int]
 Dimension = Literal["micro-batch", "sequence"]
@@ -95,7 +99,8 @@ def max_of(reach: Reach) -> int:
 
 class FitSearch:
     """The search for one device of `memory_bytes`. `graph_of` traces a shape, once each; `planner_from` makes a planner
-    for a step under a layout; `sequence_step` is the multiple that lengths are rounded to."""
+    for a step under a layout; `sequence_step` is the multiple that lengths are rounded to. `on_stage` hears of each
+    part of the work that is done."""
 
     def __init__(
         self,
@@ -105,12 +110,14 @@ class FitSearch:
         memory_bytes: int,
         *,
         sequence_step: int,
+        on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
         self._graph_of = cache(graph_of)
         self._planner_from = planner_from
         self._layout = layout
         self._memory_bytes = memory_bytes
         self._sequence_step = sequence_step
+        self._on_stage = on_stage
         self._planners: dict[Shape, Planner] = {}
 
     def planner(self, shape: Shape) -> Planner:
@@ -123,7 +130,10 @@ class FitSearch:
         """What a shape takes without a plan, under the fastest plan that fits, and at the least."""
         planner = self.planner(shape)
         unplanned = Need.of("none", planner.unplanned)
-        return unplanned, self._fastest(planner), _least_of(planner)
+        self._on_stage("without a plan")
+        least = _least_of(planner)
+        self._on_stage("least peak")
+        return unplanned, self._fastest(planner), least
 
     def reaches(self, shape: Shape) -> tuple[Reach, ...]:
         """How far each way goes from a shape, first with more sequences, then with longer ones."""
@@ -139,25 +149,38 @@ class FitSearch:
         return (*found, f"--shard {enough}") if enough else tuple(found)
 
     def _fits(self, shape: Shape, layout: Layout) -> bool:
-        planner = self._planner_from(lay_out(self._graph_of(shape), layout))
-        return planner.least.simulation.peak_bytes <= self._memory_bytes
+        return self._planner_from(lay_out(self._graph_of(shape), layout)).can_meet(self._memory_bytes)
 
     def _reaches(self, shape: Shape, along: Literal[0, 1]) -> Iterator[Reach]:
         """Each way goes further than the one before it, mostly, so the search begins where that one ended."""
         step = self._sequence_step if along else 1
         base = max(shape[along] // step, 1)
         tried = [base]
+
+        def planner(count: int) -> Planner:
+            tried.append(count)
+            return self.planner(_with_count(shape, along, count * step))
+
         for way in (*WAYS, BEST):
-
-            def peak(count: int, way: str = way) -> int:
-                tried.append(count)
-                return self._peak(way, self.planner(_with_count(shape, along, count * step)))
-
-            count = largest(peak, self._memory_bytes, sorted({base, tried[-1]} if way == BEST else set(tried)))
+            count = self._furthest(way, planner, sorted({base, tried[-1]} if way == BEST else set(tried)))
             tried.append(max(count, 1))
-            yield self._reach(
-                way, _DIMENSIONS[along], _with_count(shape, along, count * step) if count else None, shape
-            )
+            reached = _with_count(shape, along, count * step) if count else None
+            yield self._reach(way, _DIMENSIONS[along], reached, shape)
+            self._on_stage(f"{_DIMENSIONS[along]}, {way}")
+
+    def _furthest(self, way: str, planner: Callable[[int], Planner], starts: Sequence[int]) -> int:
+        """The largest count that fits, with a planner for each. For the planner's way the bound says how far to go at
+        the most; if no plan is found there, the search for one goes on where the bound is lower by as much as was
+        missing."""
+        limit = self._memory_bytes
+        if way != BEST:
+            return largest(lambda count: planner(count).simulate(way).peak_bytes, limit, starts)
+        most = largest(lambda count: planner(count).least_bound_bytes, limit, starts)
+        if not most or planner(most).can_meet(limit):
+            return most
+        excess = planner(most).least_peak_bytes / planner(most).least_bound_bytes
+        near = largest(lambda count: planner(count).least_bound_bytes, int(limit / excess), sorted({starts[-1], most}))
+        return largest(lambda count: planner(count).least_peak_bytes, limit, sorted({max(near, 1), most}))
 
     def _reach(self, way: str, dimension: Dimension, shape: Shape | None, base: Shape) -> Reach:
         if shape is None:
@@ -169,11 +192,8 @@ class FitSearch:
         added = need.seconds / planner.unplanned.seconds - 1.0
         return Reach(way, dimension, shape, need.peak_bytes, token_seconds / short, added)
 
-    def _peak(self, way: str, planner: Planner) -> int:
-        return planner.least.simulation.peak_bytes if way == BEST else planner.simulate(way).peak_bytes
-
     def _fastest(self, planner: Planner) -> Need | None:
-        if planner.least.simulation.peak_bytes > self._memory_bytes:
+        if not planner.can_meet(self._memory_bytes):
             return None
         planned = planner.plan(self._memory_bytes)
         return Need.of(planned.plan.name, planned.simulation)
@@ -191,23 +211,26 @@ def largest(peak_of: Callable[[int], int], limit: int, starts: Sequence[int]) ->
     """The largest count whose peak is within `limit`, 0 for none, for peaks that grow with the count.
 
     `starts` are tried first. From there on the next one lies on the line through two known peaks, the nearest to the
-    limit; each third one halves what is left, for peaks that bend.
+    limit; between one that fits and one that does not, each third one halves what is left, for peaks that bend.
     """
     known = {count: peak_of(count) for count in starts}
+    tried_between = 0
     while True:
         fits = max((count for count, peak in known.items() if peak <= limit), default=0)
         fails = min((count for count, peak in known.items() if peak > limit), default=None)
         if fails is not None and fails <= fits + 1:
             return fits
-        count = _next_count(known, limit, fits, fails)
+        tried_between += fits > 0 and fails is not None
+        if fails is not None and tried_between and tried_between % 3 == 0:
+            count = (fits + fails) // 2
+        else:
+            count = _on_the_line(known, limit, fits, fails)
         known[count] = peak_of(count)
 
 
-def _next_count(known: Mapping[int, int], limit: int, fits: int, fails: int | None) -> int:
+def _on_the_line(known: Mapping[int, int], limit: int, fits: int, fails: int | None) -> int:
     if len(known) == 1:
         return fits + max(1, fits // 2) if fails is None else max(1, fails // 2)
-    if fails is not None and len(known) % 3 == 0:
-        return (fits + fails) // 2
     (a, peak_a), (b, peak_b) = sorted(known.items(), key=lambda each: abs(each[1] - limit))[:2]
     slope = (peak_b - peak_a) / (b - a)
     guess = a + int((limit - peak_a) // slope) if slope > 0 else 2 * fits

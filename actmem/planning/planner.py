@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -155,19 +155,21 @@ class Planner:
 
     def layer_plans(self, policy: str | Plan) -> list[LayerPlan]:
         """What a fixed policy or a plan does with each layer."""
-        return self.layer_plans_under(
-            lambda layer, graph: policy.rules_for(layer) if isinstance(policy, Plan) else POLICIES[policy](graph)
-        )
+        if isinstance(policy, Plan):
+            return self.layer_plans_under(lambda layer, _: policy.rules_for(layer))
+        rules_of = {id(graph): POLICIES[policy](graph) for graph in self.graph.kinds.values()}
+        return self.layer_plans_under(lambda _, graph: rules_of[id(graph)])
 
     def layer_plans_under(self, rules_of: Callable[[int, RegionGraph], tuple[Rule, ...]]) -> list[LayerPlan]:
         """What the rules that `rules_of` gives for a layer and its graph do with each layer."""
+        made: dict[Hashable, LayerPlan] = {}
         plans = []
         for layer, graph in enumerate(self.simulator.layers):
-            rules = RuleSet(rules_of(layer, graph))
-            fates = fates_under(graph, rules, min_swap_bytes=self._min_swap_bytes)
-            plans.append(
-                LayerPlan(fates, {each: self._tier_of(rules, path_of_storage(graph, each)) for each in fates.swapped})
-            )
+            rules = rules_of(layer, graph)
+            key = (id(graph), rules)
+            if key not in made:
+                made[key] = self._layer_plan(graph, RuleSet(rules))
+            plans.append(made[key])
         return plans
 
     def budget_of(self, share: float) -> int:
@@ -179,6 +181,24 @@ class Planner:
         """The plan with the least peak that there is; of several, the fastest."""
         peak_bytes = self._least.simulation.peak_bytes
         return self._planned(self._least, "least memory", peak_bytes, self._solver.bound(peak_bytes))
+
+    @property
+    def least_peak_bytes(self) -> int:
+        """The least peak of any plan; it takes no time to make that plan a fast one, as `least` does."""
+        return self._smallest.simulation.peak_bytes
+
+    @cached_property
+    def least_bound_bytes(self) -> int:
+        """What no plan can get the peak below; found much faster than `least`."""
+        peaks = [each.simulation.peak_bytes for each in self._policies]
+        return min(*peaks, self._solver.least_peak_bound())
+
+    def can_meet(self, budget_bytes: int) -> bool:
+        """Whether there is a plan whose peak is within the budget; as a rule the bound, or a fixed policy, tells."""
+        if self.least_bound_bytes > budget_bytes:
+            return False
+        peaks = (each.simulation.peak_bytes for each in self._policies)
+        return min(peaks) <= budget_bytes or self.least_peak_bytes <= budget_bytes
 
     def within(self, budget: str | int | float, *, memory_bytes: int | None = None) -> Planned:
         """The best plan for a budget as a user writes it: bytes, a share of the activations, or ``auto``, which stands
@@ -239,14 +259,30 @@ class Planner:
         return found
 
     @cached_property
-    def _least(self) -> _Found:
-        choices: list[Choice | None] = []
+    def _smallest(self) -> _Found:
+        """Each way to solve is asked for less than those before it found. Where options are few, copies do not even
+        out, and a choice may need less than the program believes: there it is whatever any way comes to."""
+        best, until = min(self._policies, key=_by_peak), time.monotonic() + _LEAST_SECONDS
         for mood in self._moods:
-            smallest = self._solver.least_peak(mood=mood)
-            until = time.monotonic() + _LEAST_SECONDS
-            choices += [smallest, self._solver.solve(smallest.peak_bytes, until=until, mood=mood)]
-        found = [*self._policies, *(self._played(choice.options) for choice in choices if choice is not None)]
-        return min(found, key=lambda each: (each.simulation.peak_bytes, each.simulation.seconds))
+            below = math.inf if self._has_few_options else best.simulation.peak_bytes
+            choices = [self._solver.least_peak(mood=mood, below=below)]
+            if self._has_few_options and choices[0] is not None:
+                choices.append(self._solver.solve(choices[0].peak_bytes, until=until, mood=mood))
+            best = min([best, *self._all_played(choices)], key=_by_peak)
+        return best
+
+    @cached_property
+    def _least(self) -> _Found:
+        """What has the smallest peak, or a faster plan that has it as well."""
+        best, until = self._smallest, time.monotonic() + _LEAST_SECONDS
+        faster = [self._solver.solve(best.simulation.peak_bytes, until=until, mood="plain")]
+        if self._tiers:
+            faster.append(self._solver.least_peak(is_fast=True))
+        return min([best, *self._all_played(faster)], key=_by_peak)
+
+    @property
+    def _has_few_options(self) -> bool:
+        return sum(map(len, self._options)) <= _FEW
 
     def _search(self, budget_bytes: int, bound: float, seconds: float) -> Iterator[_Found]:
         """Choices that the simulation takes closer and closer to the budget, until one is good enough."""
@@ -272,7 +308,7 @@ class Planner:
     def _polished(self, found: _Found, budget_bytes: int) -> _Found:
         """A choice bettered one layer at a time by what the simulation says, where copies make the program inexact and
         are few, so that they do not even out."""
-        if not self._tiers or sum(map(len, self._options)) > _FEW:
+        if not self._tiers or not self._has_few_options:
             return found
         alike = [{option.key: option for option in options} for options in self._options]
         taken = [known.get(plan.key) for known, plan in zip(alike, found.layers, strict=True)]
@@ -298,6 +334,9 @@ class Planner:
         rules = rules_of_options(options, self.simulator.layers)
         return _Found(rules, layers, self.simulator.run(layers))
 
+    def _all_played(self, choices: Iterable[Choice | None]) -> Iterator[_Found]:
+        yield from (self._played(choice.options) for choice in choices if choice is not None)
+
     def _planned(self, found: _Found, name: str, budget_bytes: int, bound: float | None) -> Planned:
         plan = Plan(name, found.rules, self.graph.made_for, prefetch=self.simulator.conditions.prefetch)
         bound_seconds = min(self.unplanned.seconds + (bound or 0.0), found.simulation.seconds)
@@ -312,6 +351,10 @@ class Planner:
 
     def _policy_rules(self, policy: str) -> tuple[Rule, ...]:
         return rules_of_policy(self.graph, lambda _, region: POLICIES[policy](region))
+
+    def _layer_plan(self, graph: RegionGraph, rules: RuleSet) -> LayerPlan:
+        fates = fates_under(graph, rules, min_swap_bytes=self._min_swap_bytes)
+        return LayerPlan(fates, {each: self._tier_of(rules, path_of_storage(graph, each)) for each in fates.swapped})
 
     def _tier_of(self, rules: RuleSet, path: str) -> Tier:
         links = tuple(self.simulator.conditions.links)
@@ -343,6 +386,10 @@ class Planner:
         step = self.graph.step
         assert step is not None
         return any(op.signature.startswith(f"_log_softmax({step.num_tokens}x") for op in step.gaps[-1].forward)
+
+
+def _by_peak(found: _Found) -> tuple[int, float]:
+    return found.simulation.peak_bytes, found.simulation.seconds
 
 
 def _percent(share: float) -> str:

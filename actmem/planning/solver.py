@@ -38,6 +38,10 @@ _LEAST_PEAK_SECONDS = 10.0
 _LEAST_PEAK_NODES = 100
 _PEAK_GAP = 2e-5
 """Share of a peak above the bound at which it is the least."""
+_FAST_GAPS = 5
+"""So many times that share of a peak is worth a whole step's time, where time decides among equal peaks."""
+_PRECISION = 1e-6
+"""Share by which a bound may be too high for the arithmetic alone."""
 _FEW = 600
 """So many options of all layers together can all be looked at."""
 
@@ -71,17 +75,29 @@ class Solver:
         layers_seconds = sum(course.forward_seconds + course.backward_seconds for course in base)
         self.gap_seconds = _GAP * terrain.repeats * (terrain.gap_seconds + layers_seconds)
 
-    def least_peak(self, *, mood: Mood = "careful") -> Choice:
-        """The choice with the least peak, whatever time it takes."""
-        layout = _Layout(self, None, mood=mood)
+    def least_peak(self, *, mood: Mood = "careful", below: float = math.inf, is_fast: bool = False) -> Choice | None:
+        """The choice with the least peak, whatever time it takes; ``None`` where none is found whose peak is `below`
+        that by a worthwhile share. With `is_fast`, the time decides among those whose peaks differ by next to nothing.
+        """
+        most_bytes, price = (1.0 - _PEAK_GAP) * below, 0.0
+        layout = _Layout(self, None, mood=mood, most_bytes=most_bytes)
         relaxed = layout.program.solve(relaxed=True)
-        if relaxed is not None and sum(map(len, self.options)) > _FEW:
-            layout = _Layout(self, None, layout.promising(relaxed), mood=mood)
-        gap = 0.0 if relaxed is None else _PEAK_GAP * relaxed.objective
+        if relaxed is None:
+            return None
+        gap = _PEAK_GAP * relaxed.objective
+        if is_fast:
+            price = _FAST_GAPS * gap * _GAP / self.gap_seconds * self.terrain.repeats
+        if is_fast or sum(map(len, self.options)) > _FEW:
+            among = layout.promising(relaxed)
+            layout = _Layout(self, None, among, mood=mood, most_bytes=most_bytes, second_price=price)
         found = layout.program.solve(gap=gap, seconds=_LEAST_PEAK_SECONDS, most_nodes=_LEAST_PEAK_NODES)
         found = found or layout.program.solve(fixed=layout.dived(), most_nodes=_LEAST_PEAK_NODES)
-        assert found is not None, "without a budget any choice will do"
-        return layout.choice(found)
+        return None if found is None else layout.choice(found)
+
+    def least_peak_bound(self) -> int:
+        """Bytes below which the peak of no choice goes."""
+        relaxed = _Layout(self, None, mood="hopeful").program.solve(relaxed=True)
+        return 0 if relaxed is None else math.floor((1.0 - _PRECISION) * relaxed.objective * _MIB)
 
     def bound(self, budget_bytes: int) -> float | None:
         """Seconds that any choice whose peak is within the budget adds to an unplanned step; ``None`` where there is no
@@ -120,8 +136,8 @@ class Solver:
 
 
 class _Layout:
-    """The program for one budget, or for the least one where none is given, with the variables of each layer. Bytes are
-    in MiB, so that figures are of a size."""
+    """The program for one budget, or for the least one where none is given, up to `most_bytes` and with a second as
+    dear as `second_price` MiB, with the variables of each layer. Bytes are in MiB, so that figures are of a size."""
 
     def __init__(
         self,
@@ -130,6 +146,8 @@ class _Layout:
         among: Sequence[frozenset[int]] | None = None,
         *,
         mood: Mood = "careful",
+        most_bytes: float = math.inf,
+        second_price: float = 0.0,
     ) -> None:
         self._solver = solver
         self._careful = mood == "careful"
@@ -139,9 +157,9 @@ class _Layout:
         self._options = solver.options
         self._num_layers = len(solver.options)
         self.program = Program()
-        self._second_price = 0.0 if budget_bytes is None else float(solver.terrain.repeats)
-        high = math.inf if budget_bytes is None else budget_bytes / _MIB
-        self._peak = self.program.variable(1.0 if budget_bytes is None else 0.0, high=high)
+        self._second_price = second_price if budget_bytes is None else float(solver.terrain.repeats)
+        high = most_bytes if budget_bytes is None else budget_bytes
+        self._peak = self.program.variable(float(budget_bytes is None), high=high / _MIB)
         self._chosen = [
             {
                 index: self.program.variable(self._second_price * option.seconds, high=1.0, whole=True)

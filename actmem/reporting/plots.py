@@ -34,7 +34,7 @@ def plot_bench(result: BenchResult, *paths: str | Path) -> None:
         _draw(axes, each)
     axes.margins(y=0.12)
     axes.set_ylim(bottom=0)
-    axes.set_xlim(*_span([_point(each)[0] for each in result.policies]))
+    axes.set_xlim(*_span([x for each in result.policies for x, _ in _quartile_bar(each)]))
     labels = [Label(each.policy, _point(each), _color(each)) for each in result.policies]
     place_labels(axes, labels, [*pairwise(best), *map(_quartile_bar, result.policies)], size=TEXT)
     _explain_markers(axes)
@@ -44,6 +44,7 @@ def plot_bench(result: BenchResult, *paths: str | Path) -> None:
 def plot_losses(losses: Mapping[str, Sequence[float]], *paths: str | Path) -> None:
     """Training loss over steps, a line a run, each named at its end; written to each of `paths`."""
     figure, axes = new_figure()
+    axes.set_title("training loss", loc="left", fontsize=TITLE, color=INK, pad=14)
     axes.set_xlabel("step", fontsize=TEXT, color=INK)
     axes.set_ylabel("training loss (nats a token)", fontsize=TEXT, color=INK)
     colors = [SERIES[index % len(SERIES)] for index in range(len(losses))]
@@ -97,9 +98,9 @@ def _point(each: PolicyResult) -> Point:
 
 
 def _span(times: Sequence[float]) -> tuple[float, float]:
-    """The part of the axis that holds all medians with room around them; a bar that a noisy machine made runs out."""
+    """The part of the axis that holds all quartiles with room around them."""
     first, last = min(times), max(times)
-    room = max(0.3 * (last - first), 0.06 * last)
+    room = max(0.15 * (last - first), 0.06 * last)
     return max(0.0, first - room), last + room
 
 

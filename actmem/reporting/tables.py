@@ -70,6 +70,10 @@ def bench_notes(result: BenchResult) -> list[str]:
     if reasons:
         listed = ", ".join(f"{reason} {format_bytes(size)}" for reason, size in sorted(reasons.items()))
         notes.append(f"Always saved, whatever the plan says: {listed}.")
+    notes.append(
+        "A step by that of none is the median, over rounds, of the ratio in each round; the ratio of the two medians, "
+        "which stand beside it, may be another one."
+    )
     if not result.is_repeatable:
         allowed = result.baseline.agreement.allowed
         notes.append(

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from actmem._compat import (
     DispatchMode,
     dispatch_off,
+    is_fake,
     storage_bytes,
     storage_id,
     storage_reference,
@@ -234,7 +235,7 @@ class Tape(DispatchMode):
 
     def _other_face(self, tensor: Tensor) -> Value | None:
         """The value of a tensor that is around, or inside, one that the tape can make: made by an op of ours."""
-        if type(tensor) is Tensor:
+        if type(tensor) is Tensor or is_fake(type(tensor)):
             around = self._inside.get(id(tensor)) if self._inside else None
             wrapper = None if around is None else around.origin()
             if around is None or wrapper is None or inner_of(wrapper) is not tensor:

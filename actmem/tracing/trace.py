@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from actmem._compat import DATA_DEPENDENT_ERRORS, FakeGroupedProducts, FakeTensorMode, likeness
+from actmem._compat import DATA_DEPENDENT_ERRORS, FakeTensorMode, LifelikeFakes, likeness
 from actmem.errors import ApplyError
 from actmem.graph import Graph, RegionGraph
 from actmem.models.packing import one_sequence_a_row
@@ -189,7 +189,7 @@ def _at_hand(
     model."""
     wrapped = _LossOf(model)
     if _is_without_numbers(model):
-        products = FakeGroupedProducts()  # type: ignore[no-untyped-call]
+        products = LifelikeFakes()  # type: ignore[no-untyped-call]
         with _explaining(model), one_sequence_a_row(), FakeTensorMode(), products:
             parameters = {name: _fake(each) for name, each in wrapped.named_parameters()}
             buffers = {name: _fake(each) for name, each in wrapped.named_buffers()}

@@ -12,6 +12,11 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
+def peak_name(device: torch.device) -> str:
+    """What a peak on a device is called where there is little room."""
+    return "peak RSS" if device.type == "cpu" else "peak"
+
+
 class PeakMemory:
     """Peak bytes since construction. `source` says of what: it belongs beside every figure.
 

@@ -15,10 +15,11 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class TrainingProgress:
-    """A context manager around the steps of a run, on standard error."""
+    """A context manager around the steps of a run, on standard error; `peak_name` says of what the peak is."""
 
-    def __init__(self, num_steps: int, *, enabled: bool) -> None:
+    def __init__(self, num_steps: int, *, enabled: bool, peak_name: str) -> None:
         self._num_steps = num_steps
+        self._peak_name = peak_name
         self._console = Console(stderr=True, quiet=not enabled, highlight=False, markup=False)
         self._bar = Progress(
             TextColumn("step"),
@@ -47,9 +48,8 @@ class TrainingProgress:
 
     def show(self, record: StepRecord) -> None:
         """The step that has just ended."""
-        text = (
-            f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s  peak {format_bytes(record.peak_bytes)}"
-        )
+        peak = f"{self._peak_name} {format_bytes(record.peak_bytes)}"
+        text = f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tokens/s  {peak}"
         self._bar.update(self._task, completed=record.step, description=text)
         if not self._console.is_terminal and self._is_due(record.step):
             self._console.print(f"step {record.step}/{self._num_steps}  {text}")

@@ -41,7 +41,7 @@ from actmem.training.laid_out import lay_out
 from actmem.training.metrics import EvalRecord, MetricsLog, Record, StartRecord, StepRecord
 from actmem.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from actmem.training.packing import Batch, PackedSequences
-from actmem.training.peak_memory import PeakMemory
+from actmem.training.peak_memory import PeakMemory, peak_name
 from actmem.training.progress import TrainingProgress
 from actmem.training.random_state import seed_everything
 from actmem.training.run_directory import RunDirectory
@@ -84,7 +84,9 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
         world = stack.enter_context(join(config, choose_device(config.train.device)))
         if world.is_first:
             stack.enter_context(directory.locked())
-        shown = stack.enter_context(TrainingProgress(config.train.steps, enabled=progress and world.is_first))
+        shown = stack.enter_context(
+            TrainingProgress(config.train.steps, enabled=progress and world.is_first, peak_name=peak_name(world.device))
+        )
         trainer = _Trainer(config, world, directory, shown)
         stack.callback(trainer.laid_out.applied.remove)
         trainer.resume()

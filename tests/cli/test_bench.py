@@ -47,6 +47,17 @@ def test_a_table_and_three_files(config: Path) -> None:
     ]
 
 
+def test_the_own_plan_runs_beside_the_usual_policies_and_not_beside_those_that_are_named(config: Path) -> None:
+    config.write_text(CONFIG + "policy: attention-swap\nmemory: {min_swap_bytes: 0}\n")
+
+    def measured(*arguments: object) -> list[str]:
+        assert run(config, "--rounds", 1, "--out", "measured", *arguments)[0] == 0
+        return [each.policy for each in BenchResult.load("measured/bench.json").policies]
+
+    assert measured("--policies", "full") == ["none", "full"]
+    assert measured()[-1] == "attention-swap"
+
+
 def test_json_and_overrides(config: Path) -> None:
     code, output = run(
         config, "data.sequence_length=16", "train.autocast=bfloat16", "model.loss=chunked", "--policies", "full",

@@ -150,6 +150,14 @@ def test_a_checkpoint_that_cannot_be_written_is_told_by_all_and_nobody_waits(con
     assert "the checkpoint of step 2 cannot be written" in " ".join(said.split())
 
 
+def test_what_all_ranks_would_say_is_said_once(config: Path, tmp_path: Path) -> None:
+    run = start(config, tmp_path / "out", "data.path=[nothing-here.txt]")
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 2, said
+    assert said.count("'nothing-here.txt' matches no file") == 1
+    assert "exitcode" not in said and "Traceback" not in said
+
+
 def test_another_number_of_processes_is_told_before_any_is_started(config: Path, tmp_path: Path) -> None:
     run = start(config, tmp_path, "parallel.pp_size=1")
     said, _ = run.communicate(timeout=60)

@@ -28,6 +28,13 @@ def test_policy_and_plan_exclude_each_other(tmp_path: Path) -> None:
     assert parse_config(text.replace("policy: full", "policy: null")).plan == plan
 
 
+def test_what_to_type_beside_a_policy_of_the_file() -> None:
+    text = f"{MODEL}{DATA}policy: full\n"
+    with pytest.raises(ConfigError, match="policy=null on the command line"):
+        parse_config(text, overrides=["memory_budget=1GiB"])
+    assert parse_config(text, overrides=["memory_budget=1GiB", "policy=null"]).policy is None
+
+
 def test_some_model_must_be_named() -> None:
     assert found("model: {dtype: float32}\n" + DATA) == [("model", 1, "names no model")]
 
@@ -45,6 +52,9 @@ def test_the_warm_up_fits_into_the_steps() -> None:
     text = MODEL + DATA + "train:\n  steps: 5\n  warmup_steps: 6\n"
     assert found(text) == [("train.warmup_steps", 5, "6 warm-up steps are more than the 5 steps of train.steps")]
     assert parse_config(text.replace("6", "5"))
+    with pytest.raises(ConfigError, match=r"add train\.warmup_steps=0 to the command"):
+        parse_config(text, overrides=["train.steps=3"])
+    assert parse_config(text, overrides=["train.steps=3", "train.warmup_steps=0"])
     assert found(MODEL + DATA + "train: {warmup_steps: 101}")[0][0] == "train.warmup_steps"
 
 

@@ -163,6 +163,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_hardware(tmp_path)
 
 
+@pytest.mark.parametrize(("named", "nearest"), [("nonsense", None), ("rtx-4090", None), ("h10", "h100-sxm")])
+def test_a_name_that_is_not_known_lists_all_and_only_what_is_near(named: str, nearest: str | None) -> None:
+    with pytest.raises(HardwareError) as caught:
+        load_hardware(named)
+    (fault,) = caught.value.faults
+    assert fault.nearest == nearest
+    assert fault.allowed is not None and all(name in fault.allowed for name in device_names())
+
+
 @pytest.mark.parametrize("name", device_names())
 def test_saved_profiles_come_back(name: str, tmp_path: Path) -> None:
     ops = {"mm(4x256x768 float32, 2x2 float32)": 1.2345e-05, "add(3 float32)": 0.0}

@@ -26,6 +26,15 @@ def test_times_by_hand() -> None:
     assert times.seconds == {"mm": 4.0, "add": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(1.0, None), (2.0, None), (0.4, "2.5 times as long as in a step"), (3.0, "3.0 times as long as its ops")],
+)
+def test_times_that_were_scaled_far_are_doubtful(seconds: float, told: str | None) -> None:
+    doubt = scaled([{"mm": [1.0]}], seconds).doubt
+    assert doubt is None if told is None else doubt is not None and told in doubt
+
+
 @settings(max_examples=50)
 @given(STEPS, st.floats(1e-3, 1e3))
 def test_the_ops_of_a_step_add_up_to_it(steps: list[dict[str, list[float]]], step_seconds: float) -> None:

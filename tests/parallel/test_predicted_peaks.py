@@ -20,6 +20,7 @@ from actmem.config.schema import RunConfig
 from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
 from actmem.measuring.peak import measure_peak
 from actmem.models.building import build_model
+from actmem.parallel import build_mesh, shard_tensors
 from actmem.parallel.pipeline import Pipeline, StageShape, cut, layers_here
 from actmem.planning.course import Costs
 from actmem.planning.fates import fates_under
@@ -27,10 +28,11 @@ from actmem.planning.pipeline import PipelineSimulator
 from actmem.planning.plan import RuleSet
 from actmem.planning.policies import POLICIES as RULES
 from actmem.planning.simulation import Conditions, LayerPlan
-from actmem.runtime import apply
+from actmem.runtime import Applied, apply
 from actmem.runtime.pipeline import PipelineSwaps
-from actmem.training.loss import states_loss
-from actmem.training.traced import trace_pipeline
+from actmem.training.loss import next_token_loss, plain, states_loss
+from actmem.training.packing import Batch
+from actmem.training.traced import trace_pipeline, trace_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("many ranks")]
 
@@ -52,6 +54,8 @@ PARTED = ("InterleavedZeroBubble",)
 """Schedules that part a backward pass: which gradients autograd keeps between the parts is known roughly only."""
 SCALARS = 1024
 CASES = [(schedule, policy) for schedule in (*EXACT, *PARTED) for policy in POLICIES]
+LAYOUTS = {"tensors": {"tp_size": 2}, "sequence": {"tp_size": 2, "sequence_parallel": True}}
+SPREAD = [(layout, policy) for layout in LAYOUTS for policy in POLICIES]
 CPU = torch.device("cpu")
 
 
@@ -104,6 +108,33 @@ def training_step(rank: int, schedule: str, policy: str, stack: ExitStack) -> Ca
     return step
 
 
+def spread_config(layout: str) -> RunConfig:
+    return parse_config(
+        {
+            "model": {"config": FIELDS},
+            "data": {"path": ["none"], "sequence_length": LENGTH},
+            "train": {"micro_batch_size": 2},
+            "parallel": LAYOUTS[layout],
+        }
+    )
+
+
+def spread_step(layout: str, policy: str, stack: ExitStack) -> tuple[Callable[[], None], Applied]:
+    run = spread_config(layout)
+    model = build_model(run.model, seed=0)
+    mesh = build_mesh(run.parallel, "cpu")
+    shard_tensors(model, mesh, sequence_parallel=run.parallel.sequence_parallel)
+    applied = stack.enter_context(apply(model, policy, memory={"verify": "off"}))
+    tokens = torch.randint(256, (2, LENGTH + 1))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:])
+
+    def step() -> None:
+        loss = next_token_loss(model, batch, num_targets=2 * LENGTH, kind="standard")
+        plain(loss.cross_entropy).backward()
+
+    return step, applied
+
+
 def work(rank: int, port: int, directory: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -115,6 +146,11 @@ def work(rank: int, port: int, directory: str) -> None:
             for _ in range(2):
                 step()
             peaks[f"{schedule} {policy}"] = measure_peak(step, CPU).peak_bytes
+    for layout, policy in SPREAD:
+        with ExitStack() as stack:
+            step, applied = spread_step(layout, policy, stack)
+            step()
+            peaks[f"{layout} {policy}"] = applied.stats.held_bytes
     Path(directory, f"{rank}.json").write_text(json.dumps(peaks))
     distributed.destroy_process_group()
     end_process(0)
@@ -160,3 +196,14 @@ def test_peaks_are_close_where_backward_passes_are_parted(
 ) -> None:
     for mine, theirs in zip(predicted(schedule, policy), measured, strict=True):
         assert 0.97 <= mine / theirs[f"{schedule} {policy}"] <= 1.25
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_that_shares_tensors_holds_what_its_trace_says(
+    measured: list[dict[str, int]], layout: str, policy: str
+) -> None:
+    graph = trace_step(spread_config(layout))
+    layers = [graph.of_layer(name) for name in graph.layers]
+    held = [fates_under(layer, RuleSet(RULES[policy](layer))).held_bytes for layer in layers]
+    assert sum(held) == measured[0][f"{layout} {policy}"]

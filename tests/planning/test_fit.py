@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,12 +17,14 @@ from actmem.planning.conditions import conditions_on
 from actmem.planning.fit import BEST, FitSearch, Shape, largest
 from actmem.planning.layout import Layout, adapter_bytes, lay_out, standing_under
 from actmem.planning.planner import Planner, planner_for
+from actmem.planning.simulation import Moment, Simulation
 from actmem.training.traced import trace_step
 
 MIB = 2**20
 BASE: Shape = (2, 64)
 
 
+@cache
 def graph_of(shape: Shape) -> Graph:
     run = RunConfig(
         model=ModelConfig(name="qwen3-tiny", config={"num_hidden_layers": 1}),
@@ -32,6 +36,10 @@ def graph_of(shape: Shape) -> Graph:
 
 def planner_from(graph: Graph) -> Planner:
     return planner_for(graph, conditions_on(load_hardware("cpu"), tiers=(), gradients_stand=False))
+
+
+def search_within(limit: int) -> FitSearch:
+    return FitSearch(graph_of, planner_from, Layout(), limit, sequence_step=32)
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +71,73 @@ def test_a_curved_peak_is_no_trouble() -> None:
     assert largest(lambda count: count**2, 10_000, (4,)) == 100
 
 
+def test_next_to_a_straight_line_nothing_is_halved() -> None:
+    tried: list[int] = []
+
+    def peak(count: int) -> int:
+        tried.append(count)
+        return 1000 + 100 * count + count**2 // 50
+
+    assert largest(peak, 4000, (1, 2, 8)) == 29
+    assert len(tried) <= 6
+
+
+class StraightPlanner:
+    """A planner of steps that need some bytes a token; the bound is lower than the least peak by a share."""
+
+    def __init__(self, graph: Graph, missing: float, asked: list[int]) -> None:
+        assert graph.step is not None
+        self._tokens, self._missing, self._asked = graph.step.num_tokens, missing, asked
+        self.graph, self.unplanned = graph, self.simulate("none")
+
+    @property
+    def least_peak_bytes(self) -> int:
+        self._asked.append(self._tokens)
+        return self.simulate("least").peak_bytes
+
+    @property
+    def least(self) -> Any:
+        return SimpleNamespace(plan=SimpleNamespace(name="least"), simulation=self.simulate("least"))
+
+    @property
+    def least_bound_bytes(self) -> int:
+        return int((1 - self._missing) * self.simulate("least").peak_bytes)
+
+    def can_meet(self, budget: int) -> bool:
+        return self.least_bound_bytes <= budget and self.least_peak_bytes <= budget
+
+    def plan(self, budget: int) -> Any:
+        return self.least
+
+    def simulate(self, way: str) -> Simulation:
+        size = {"none": 40, "selective": 20, "full": 10, "least": 9}[way] * self._tokens
+        return Simulation(float(self._tokens), 0.0, 0.0, Moment("", {"all": size}), 0, 0)
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.01, 0.1])
+def test_where_the_bound_is_too_low_the_search_goes_back(graph: Graph, missing: float) -> None:
+    asked: list[int] = []
+
+    def with_tokens(shape: Shape) -> Graph:
+        assert graph.step is not None
+        return replace(graph, step=replace(graph.step, num_tokens=shape[0] * shape[1]))
+
+    def planner(graph: Graph) -> Planner:
+        return cast(Planner, StraightPlanner(graph, missing, asked))
+
+    search = FitSearch(with_tokens, planner, Layout(), 1_000_000, sequence_step=1)
+    reaches = {(each.way, each.dimension): each.shape for each in search.reaches((2, 100))}
+    assert reaches[BEST, "micro-batch"] == (1_000_000 // 900, 100)
+    assert reaches[BEST, "sequence"] == (2, 1_000_000 // 18)
+    assert len(set(asked)) <= (2 if not missing else 10)
+
+
 def test_nothing_fits() -> None:
     assert largest(lambda count: 100 + count, 100, (8,)) == 0
 
 
 def test_each_way_reaches_as_far_as_it_says(limit: int) -> None:
-    search = FitSearch(graph_of, planner_from, Layout(), limit, sequence_step=32)
+    search = search_within(limit)
     reaches = {(each.way, each.dimension): each for each in search.reaches(BASE)}
     for (way, dimension), reach in reaches.items():
         assert reach.shape is not None and reach.peak_bytes is not None and reach.peak_bytes <= limit, way
@@ -87,7 +156,7 @@ def test_each_way_reaches_as_far_as_it_says(limit: int) -> None:
 
 def test_needs_without_a_plan_with_one_and_none_at_all() -> None:
     def needs(memory: int) -> tuple[Any, Any, Any]:
-        return FitSearch(graph_of, planner_from, Layout(), memory, sequence_step=32).needs((8, 64))
+        return search_within(memory).needs((8, 64))
 
     unplanned, planned, least = needs(2**30)
     assert planned.plan == "auto@1.00GiB" and planned.peak_bytes == unplanned.peak_bytes

@@ -55,6 +55,18 @@ def test_every_policy_is_named_at_its_point(
     assert f"<!-- {result.setting} -->" in (tmp_path / "bench.svg").read_text()
 
 
+def test_quartile_bars_end_within_the_axes(
+    result: BenchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy = replace(result.policies[0], timing=Timing((0.01, 0.01, 0.11, 0.9, 0.9)))
+    spans: list[tuple[float, float]] = []
+    monkeypatch.setattr(plots, "place_labels", lambda axes, labels, lines, size: spans.append(axes.get_xlim()))
+    plot_bench(replace(result, policies=(noisy, *result.policies[1:])), tmp_path / "bench.svg")
+    first, third = noisy.timing.quartiles
+    ((low, high),) = spans
+    assert low < first * 1e3 and third * 1e3 < high
+
+
 def test_losses_are_drawn(tmp_path: Path) -> None:
     plot_losses({"a": [3.0, 2.0, 1.5], "b": [3.0, 2.1, 1.6]}, tmp_path / "losses.png")
     assert imread(tmp_path / "losses.png").std() > 0

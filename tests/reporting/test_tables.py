@@ -51,7 +51,8 @@ def test_numbers_end_where_their_heads_end(result: BenchResult) -> None:
 
 
 def test_notes_tell_floor_and_reasons(result: BenchResult) -> None:
-    floor, reasons = bench_notes(result)
+    floor, reasons, ratios = bench_notes(result)
+    assert "the median, over rounds, of the ratio in each round" in ratios
     assert "500.0 MiB; selective peaks at 1.20 of it" in floor
     assert reasons == "Always saved, whatever the plan says: random 1.00 MiB."
 
