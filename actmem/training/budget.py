@@ -41,6 +41,12 @@ def plan_run(config: RunConfig, model: PreTrainedModel | None = None, *, mesh: M
     return plan_with(planner_of(config, trace_step(config, model, mesh=mesh)), config)
 
 
+def peaks_of(planned: AnyPlanned) -> tuple[int, ...]:
+    """The predicted peak of each rank of the pipeline, or of the only one."""
+    simulations = planned.simulation.ranks if isinstance(planned, PlannedPipeline) else (planned.simulation,)
+    return tuple(each.peak_bytes for each in simulations)
+
+
 def describe(planned: AnyPlanned) -> str:
     """A plan for a budget in one line: its predicted peak and time, and how near the bound it is."""
     times = f"step {planned.added_share:+.2%} over the unplanned one (bound {planned.bound_share:+.2%}, modelled)"

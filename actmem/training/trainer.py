@@ -29,8 +29,8 @@ from actmem.planning import Plan
 from actmem.planning.sections import name_of, plan_of
 from actmem.runtime.apply import rule_source
 from actmem.runtime.yardsticks import YARDSTICKS
+from actmem.training.budget import AnyPlanned, peaks_of, plan_run
 from actmem.training.budget import describe as describe_plan
-from actmem.training.budget import plan_run
 from actmem.training.capacity import refuse_too_small_tiers
 from actmem.training.checkpoint import Checkpoints, describe
 from actmem.training.clashes import refuse_clashing_sections
@@ -48,6 +48,7 @@ from actmem.training.run_directory import RunDirectory
 from actmem.training.stopping import StopRequest
 from actmem.training.token_stream import TokenStream, open_token_stream
 from actmem.training.tokenizing import Tokenizer, open_tokenizer
+from actmem.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class _Trainer:
         model = _build(config, self.tokenizer)
         description = describe(model)
         self.num_parameters = model.num_parameters()
-        self.plan: str | Path | Plan = self._plan(model)
+        self.planned: AnyPlanned | None = self._find_plan(model)
+        self.plan: str | Path | Plan = plan_of(config) if self.planned is None else self.planned.plan
         self.laid_out = lay_out(model, config, self.plan if isinstance(self.plan, Plan) else None, world)
         del model
         self._refuse_too_small_tiers()
@@ -139,17 +141,30 @@ class _Trainer:
             self.step = self.resumed_from = resumed.step
             self.progress.say(f"resumed after step {self.step} from {resumed.path}")
 
-    def _plan(self, model: PreTrainedModel) -> str | Path | Plan:
-        """What the configuration says, or the plan for its memory budget, found by the first process for all."""
+    def _find_plan(self, model: PreTrainedModel) -> AnyPlanned | None:
+        """The plan for the memory budget, if there is one, found by the first process for all."""
         if self.config.memory_budget is None:
-            return plan_of(self.config)
+            return None
         self.progress.say(f"looking for the best plan within memory_budget: {self.config.memory_budget}")
         vocab_size = model.config.vocab_size
         planned = self.world.from_first(
             lambda: plan_run(self.config, build_shapes(self.config.model, vocab_size=vocab_size), mesh=self.world.mesh)
         )
         self.progress.say(describe_plan(planned))
-        return planned.plan
+        return planned
+
+    def _tell_peaks(self) -> None:
+        """What was predicted of each process, beside what was measured."""
+        peaks = self.world.gather((self.world.mesh.rank_of("pp"), self.peak.read_bytes()))
+        if self.planned is None:
+            return
+        predicted = peaks_of(self.planned)
+        measured = "resident set, libraries and all" if self.device.type == "cpu" else "measured"
+        for rank, (stage, peak) in enumerate(peaks):
+            who = f"rank {rank}: " if self.world.size > 1 else ""
+            self.progress.say(
+                f"{who}predicted peak of tensors {format_bytes(predicted[stage])}; {measured}: {format_bytes(peak)}"
+            )
 
     def _refuse_too_small_tiers(self) -> None:
         """Say before the first step where swapped values would not fit. What a pipeline has under way is not known."""
@@ -195,6 +210,7 @@ class _Trainer:
             self.progress.say(
                 f"stopped by {name} after step {self.step}; saved in {self.checkpoint}; run again to go on"
             )
+        self._tell_peaks()
         return TrainResult(
             steps=self.step,
             resumed_from=self.resumed_from,
