@@ -86,13 +86,7 @@ class _Made:
 
     def facts(self) -> dict[str, str]:
         """The same for a person to read."""
-        facts: dict[str, str] = {}
-        for rank, (mine, before) in enumerate(zip(self.ranks, self.unplanned, strict=True)):
-            which = f", rank {rank}" if len(self.ranks) > 1 else ""
-            parts = sorted(mine.peak.bytes_by_use.items(), key=lambda part: -part[1])
-            facts[f"peak{which}"] = f"{format_bytes(mine.peak_bytes)}, {mine.peak.where}"
-            facts[f"unplanned{which}"] = f"{format_bytes(before.peak_bytes)}, {before.peak.where}"
-            facts[f"made of{which}"] = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        facts = self._peaks()
         added = self.seconds / self.unplanned_seconds - 1
         step = f"{self.seconds:.3g} s, {added:+.2%} over the unplanned {self.unplanned_seconds:.3g} s"
         if self.bound_seconds is not None:
@@ -102,6 +96,25 @@ class _Made:
         if self.bubble_share is not None:
             facts["bubble"] = f"{self.bubble_share:.1%} of the ranks' time"
         return facts | {"on": self.hardware}
+
+    def _peaks(self) -> dict[str, str]:
+        """Of each rank, or of the only one, and what the highest is made of."""
+        highest = max((rank.peak for rank in self.ranks), key=lambda peak: peak.num_bytes)
+        parts = sorted(highest.bytes_by_use.items(), key=lambda part: -part[1])
+        made_of = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        if len(self.ranks) == 1:
+            before = self.unplanned[0].peak
+            return {
+                "peak": f"{format_bytes(highest.num_bytes)}, {highest.where}",
+                "unplanned": f"{format_bytes(before.num_bytes)}, {before.where}",
+                "made of": made_of,
+            }
+        facts = {
+            f"peak, rank {rank}": f"{format_bytes(mine.peak_bytes)} ({format_bytes(before.peak_bytes)} unplanned), "
+            f"{mine.peak.where}"
+            for rank, (mine, before) in enumerate(zip(self.ranks, self.unplanned, strict=True))
+        }
+        return facts | {"the highest": made_of}
 
 
 def _made(run: RunConfig) -> _Made:
