@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actmem.config.op_names import COLLECTIVES, is_communication, split_path
+from actmem.config.op_names import COLLECTIVES
 
 # A module (a dot: the layer itself) and its ops; `mul*2` stands for `mul` and `mul#1`.
 _LAYERS = """
@@ -48,8 +48,5 @@ def _paths() -> Iterator[str]:
                 f"{prefix}{name}#{number}" if number else f"{prefix}{name}" for number in range(int(count or 1))
             )
 
-
-COLLECTIVE_PATHS: tuple[str, ...] = tuple(path for path in _paths() if is_communication(split_path(path)[1]))
-"""Those of ops that speak with other ranks, which a layer has only where it is spread over some."""
 
 KNOWN_PATHS: tuple[str, ...] = tuple(_paths())

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from actmem.config.complaint import Complaint
-from actmem.config.known_paths import COLLECTIVE_PATHS
 from actmem.config.layers import to_ranges
 from actmem.config.schema import ParallelConfig, RunConfig
 from actmem.config.settings import Setting
@@ -14,7 +13,7 @@ from actmem.config.shown import quoted
 from actmem.config.stages import layers_of_stages, stages_of_rank
 from actmem.graph import Graph
 from actmem.planning.idle_rules import IdleRule, Source, idle_rules, predicted_deeds
-from actmem.planning.matching import Match, is_spread
+from actmem.planning.matching import Match
 from actmem.planning.sections import settings_by_name, way_of
 
 Told = tuple[str, Complaint]
@@ -25,7 +24,7 @@ def idle_complaints(config: RunConfig, matches: Iterable[Match], graph: Graph, s
     """Each setting, or rule of a plan file or policy, that has no effect in the layers of `graph`, with the reason.
 
     `matches` are what the patterns of the sections match there. Of a pipeline each rank is asked by itself, as in a
-    run. Nothing is said of a pattern that names communication of a model spread over ranks: its trace has none.
+    run.
     """
     settings = settings_by_name(config)
     unmatched = {match.name: match for match in matches if match.problem is not None}
@@ -44,8 +43,7 @@ def _idle_on_ranks(config: RunConfig, graph: Graph, source: Source) -> Iterator[
         where = f" on the rank with layers {', '.join(to_ranges(layers))}" if config.parallel.pp_size > 1 else ""
         deeds = predicted_deeds(graph, source, layers, min_swap_bytes=config.memory.min_swap_bytes)
         for idle in idle_rules(deeds, source):
-            if idle.rule is None or not (is_spread(config) and any(map(idle.rule.matches, COLLECTIVE_PATHS))):
-                yield replace(idle, problem=idle.problem + where)
+            yield replace(idle, problem=idle.problem + where)
 
 
 def _layers_of_ranks(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:

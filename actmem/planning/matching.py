@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from actmem.config.known_paths import COLLECTIVE_PATHS
 from actmem.config.layers import to_ranges
 from actmem.config.op_names import is_communication, split_path
 from actmem.config.patterns import SlowPatternError, hits, hits_communication, matches, modules_around
@@ -52,19 +51,7 @@ def match_patterns(config: RunConfig, graph: Graph) -> list[Match]:
     """Every pattern of the sections that is in effect, on the layers of `graph`."""
     settings = settings_in_effect(config, SELECT, EXCLUDE, COMM, OP_SWAP)
     found = [_match(setting, graph, _hits_of(setting)) for setting in settings if setting.pattern is not None]
-    found += [_match(setting, graph, _excluded_ops) for setting in excluded_names(config)]
-    return [_on_many_ranks(match) for match in found] if is_spread(config) else found
-
-
-def is_spread(config: RunConfig) -> bool:
-    """Whether each layer is spread over ranks, and so communicates, which a trace on one rank does not show."""
-    return config.parallel.tp_size > 1 or config.parallel.ep_size > 1
-
-
-def _on_many_ranks(match: Match) -> Match:
-    """Without a problem, where the pattern names what only the layers of many ranks have."""
-    rule_reads = _excluded_ops if match.setting == EXCLUDE else hits
-    return replace(match, problem=None) if rule_reads(match.pattern, COLLECTIVE_PATHS) else match
+    return found + [_match(setting, graph, _excluded_ops) for setting in excluded_names(config)]
 
 
 def _match(setting: Setting, graph: Graph, find: Find) -> Match:

@@ -220,11 +220,42 @@ def test_of_a_pipeline_each_rank_is_judged_by_its_own_layers(config: Path) -> No
     assert (result.exit_code, warning["problem"]) == (1, "matches no op on the rank with layers 0-1")
 
 
+TENSOR_PARALLEL = "parallel={tp_size: 2}"
+SEQUENCE_PARALLEL = "parallel={tp_size: 2, sequence_parallel: true}"
+
+
 def test_communication_is_not_missed_where_it_comes_with_the_ranks(config: Path) -> None:
     again = r"recompute_comm: {enable: true, select_module: {'.*\.all_gather': [0-3]}}"
     assert check(config, again)[0] == 1
-    assert check(config, again, "parallel.tp_size=2")[0] == 0
-    assert check(config, again.replace("gather", "gathre"), "parallel.tp_size=2")[0] == 1
+    assert check(config, again, SEQUENCE_PARALLEL)[0] == 0
+    assert check(config, again.replace("gather", "gathre"), SEQUENCE_PARALLEL)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "pattern", "words"),
+    [
+        (SEQUENCE_PARALLEL, "all_gather", "matches no"),  # no such op in the layer itself
+        (SEQUENCE_PARALLEL, ".*all_to_all", "matches no"),  # a dense model has none
+        (TENSOR_PARALLEL, r".*\.all_gather", "matches no"),  # without sequence_parallel there is all_reduce alone
+        (TENSOR_PARALLEL, r".*\.all_reduce", "is not saved"),
+        (SEQUENCE_PARALLEL, ".*wait_tensor", "is a view"),
+    ],
+)
+def test_communication_that_is_not_recomputed_on_many_ranks_is_told(
+    config: Path, layout: str, pattern: str, words: str
+) -> None:
+    text = f"recompute_comm: {{enable: true, select_module: {{'{pattern}': [0-3]}}}}\n"
+    code, told = check(config, text, layout)
+    (warning,) = told["warnings"]
+    assert code == 1
+    assert words in warning["problem"]
+    assert check(config, text, layout, "memory.strict_matching=true")[0] == 2
+
+
+def test_an_excluded_collective_is_not_mixed_up_with_the_wait_for_another(config: Path) -> None:
+    code, told = check(config, FULL % "[AllToAll, AllReduce]", TENSOR_PARALLEL)
+    assert code == 1
+    assert [warning["path"] for warning in told["warnings"]][0] == "recompute.exclude_op['AllToAll']"
 
 
 def test_a_pattern_without_a_match_is_told_once(config: Path) -> None:

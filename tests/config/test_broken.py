@@ -1,0 +1,187 @@
+"""Cases of the configuration that come out wrong."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import actmem
+from actmem.cli import main
+from actmem.config.loading import parse_config, parse_sections
+from actmem.errors import ConfigError, PlanError
+from actmem.models.building import build_model
+from actmem.planning import Plan
+from actmem.training import trainer
+
+REPOSITORY = Path(__file__).parents[2]
+HEAD = """model: {name: qwen3-tiny}
+data: {path: [x.txt], sequence_length: 64}
+memory: {min_swap_bytes: 0}
+"""
+TENSOR_PARALLEL = "parallel: {tp_size: 2}\n"
+SEQUENCE_PARALLEL = "parallel: {tp_size: 2, sequence_parallel: true}\n"
+
+
+@pytest.fixture(autouse=True)
+def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def found(text: str, *overrides: str) -> tuple[int, dict[str, Any]]:
+    Path("run.yaml").write_text(text)
+    result = CliRunner().invoke(main.app, ["check", "run.yaml", *overrides, "--json"], catch_exceptions=False)
+    return result.exit_code, json.loads(result.stdout)
+
+
+# Of two entries with one pattern only one is told of, and with the line and layers of different ones.
+def test_each_of_two_entries_with_one_pattern_is_told_of_in_its_place() -> None:
+    entries = "  - {op_name: mpl, layers: [2]}\n  - {op_name: mpl, layers: [0]}\n"
+    code, told = found(HEAD + "swap:\n  enable: true\n  op_swap:\n" + entries)
+    assert code == 1
+    assert [(each["line"], each["problem"]) for each in told["warnings"]] == [
+        (7, "matches no module and no op in layer 2"),
+        (8, "matches no module and no op in layer 0"),
+    ]
+
+
+# Refused for mlp.gate_proj._to_copy, which this model does not have: in bfloat16 only the norms cast.
+def test_what_overlaps_in_another_model_alone_is_no_fault() -> None:
+    sections = "recompute: {mode: select, select_module: {'.*_to_copy': [0-2]}}\n"
+    sections += "swap: {enable: true, op_swap: [{op_name: mlp, layers: [0-2]}]}\n"
+    code, told = found(HEAD + sections, "model.dtype=bfloat16")
+    assert (code, told["faults"]) == (0, [])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.up_proj = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(x)
+        return x + torch.tanh(self.up_proj(x).sin())
+
+
+# Refused for self_attn.q_proj, a path of Qwen3, on a model that has nothing of that name.
+def test_a_module_of_ones_own_is_not_judged_by_the_paths_of_qwen3() -> None:
+    model = nn.Sequential(Block(), Block())
+    sections = {
+        "recompute": {"mode": "select", "select_module": {".*attn": [0]}},
+        "swap": {"enable": True, "op_swap": [{"op_name": ".*_proj", "layers": [0]}]},
+    }
+    inputs = torch.randn(4, 16)
+    model(inputs).sum().backward()
+    expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    model.zero_grad()
+    with actmem.apply(model, sections, regions=["0", "1"], memory={"min_swap_bytes": 0, "tier": "disk"}):
+        model(inputs).sum().backward()
+    found_gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    assert all(map(torch.equal, found_gradients, expected))
+
+
+# A parent covers its children, yet the child is called idle, a fault under strict_matching, if it stands first.
+@pytest.mark.parametrize("patterns", [("mlp", r"mlp\.act_fn"), (r"mlp\.act_fn", "mlp")])
+def test_a_child_beside_its_parent_is_no_fault_in_either_order(patterns: tuple[str, str]) -> None:
+    modules = ", ".join(f"'{pattern}': [0-3]" for pattern in patterns)
+    text = HEAD + f"recompute: {{mode: select, select_module: {{{modules}}}}}\n"
+    code, told = found(text, "memory.strict_matching=true")
+    assert (code, told["faults"]) == (0, [])
+
+
+# The plan in force of a run that strict_matching accepts is refused under strict_matching: its rules were cut by layer.
+def test_the_plan_in_force_is_as_strict_as_the_sections_it_came_from() -> None:
+    fields = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 300}
+    fields |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    run = parse_config({"model": {"name": "qwen3-tiny", "config": fields}, "data": {"path": ["x"]}})
+    model = build_model(run.model, seed=0)
+    tokens = torch.zeros((1, 16), dtype=torch.int64)
+    sections = {"recompute": {"mode": "select", "full_recompute_layer": [0], "select_module": {"mlp": ["0-1"]}}}
+    strict = {"strict_matching": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with actmem.apply(model, sections, memory=strict) as applied:
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            plan = applied.plan
+        with actmem.apply(model, plan, memory=strict):
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+
+
+# In Python a section that is misspelt hides the faults of all others.
+def test_an_unknown_section_hides_no_other_fault() -> None:
+    sections = {"recompute": {"mode": "fulll"}, "swap": {"enable": True, "layer_swap": [{"layers": [9]}]}, "swaps": {}}
+    with pytest.raises(ConfigError) as raised:
+        parse_sections(sections, 4)
+    assert {fault.path for fault in raised.value.faults} >= {"swaps", "recompute.mode", "swap.layer_swap[0].layers[0]"}
+
+
+# Aliases of aliases: 300 bytes of YAML become 5 MB of JSON, and ten times as many with each line more.
+def test_a_short_text_gives_no_endless_answer() -> None:
+    lines = ["a: &a [x,x,x,x,x,x,x,x,x,x]"]
+    lines += [f"{name}: &{name} [{','.join([f'*{before}'] * 10)}]" for before, name in zip("abcd", "bcde", strict=True)]
+    Path("run.yaml").write_text(HEAD + "\n".join(lines) + "\nactivation_swap: *e\n")
+    result = CliRunner().invoke(main.app, ["check", "run.yaml", "--json"])
+    assert result.exit_code == 2
+    assert len(result.stdout) < 1_000_000
+
+
+# The same in a plan file, whose message holds the whole of it.
+@pytest.mark.parametrize("tail", ["name: *e", "rules: {x: *e}", "rules: [{ops: a, action: *e}]"])
+def test_a_short_plan_gives_no_endless_message(tail: str) -> None:
+    lines = ["actmem_plan: 1", "a: &a [x,x,x,x,x,x,x,x,x,x]"]
+    lines += [f"{name}: &{name} [{','.join([f'*{before}'] * 10)}]" for before, name in zip("abcd", "bcde", strict=True)]
+    Path("mine.yaml").write_text("\n".join([*lines, tail]))
+    with pytest.raises(PlanError) as raised:
+        Plan.load("mine.yaml")
+    assert len(str(raised.value)) < 10_000
+
+
+# A rule of a plan file that speaks of no layer does nothing, and nobody says so.
+def test_a_rule_for_no_layer_is_told() -> None:
+    Path("mine.yaml").write_text("actmem_plan: 1\nrules: [{layers: [], ops: '.*', action: recompute}]\n")
+    assert found(HEAD + "plan: mine.yaml\n")[0] > 0
+
+
+# A key that is no text hides the faults of its layers, and another fault says that there is no select_module.
+def test_a_key_that_is_a_number_neither_hides_nor_adds_faults() -> None:
+    code, told = found(HEAD + "recompute: {mode: select, select_module: {1: [99]}}\n")
+    assert code == 2
+    assert not [each for each in told["faults"] if each["path"] == "recompute.mode"]
+    assert any("beyond the last layer" in each["problem"] for each in told["faults"])
+
+
+# The default, written out in a section that is off, is refused for a model of one layer.
+def test_the_default_prefetch_may_be_written_out_while_swap_is_off() -> None:
+    text = HEAD + "recompute: {mode: full, full_recompute_layer: [0]}\nswap: {enable: false, default_prefetch: 1}\n"
+    code, told = found(text, "model.config={num_hidden_layers: 1}")
+    assert (code < 2, told["faults"]) == (True, [])
+
+
+# A next-line character in a name, pattern or label does not come back from a plan file.
+def test_a_plan_comes_back_from_its_file_as_it_was() -> None:
+    plan = Plan("a\x85b")
+    plan.save("mine.yaml")
+    assert Plan.load("mine.yaml") == plan
+
+
+# Check calls another platform a fault; train goes on with it where there is a memory_budget.
+def test_another_platform_is_refused_with_a_memory_budget_too() -> None:
+    Path("x.txt").write_text("some text to train on, again and again. " * 400)
+    text = HEAD.replace("sequence_length: 64", "sequence_length: 64, vocab_size: 300, eval_share: 0.0")
+    text += "train: {steps: 1, warmup_steps: 1, device: cpu, output_dir: out}\nmemory_budget: 1GiB\n"
+    with pytest.raises(NotImplementedError):
+        trainer.train(parse_config(text + "platform: mindspore\n"), progress=False)
+
+
+# Check refuses this configuration, train too; `actmem plan` writes a plan for it.
+def test_another_platform_has_no_plan() -> None:
+    Path("run.yaml").write_text(HEAD + "platform: mindspore\nrecompute: {mode: full, full_recompute_layer: [0]}\n")
+    result = CliRunner().invoke(main.app, ["plan", "run.yaml", "-o", "mine.yaml"])
+    assert (result.exit_code != 0, Path("mine.yaml").exists()) == (True, False)
