@@ -15,8 +15,9 @@ from torch import nn
 
 from actmem._compat import is_compiled, spread_over
 from actmem.config.loading import parse_memory, parse_sections
+from actmem.config.platforms import refuse_other_platforms
 from actmem.config.schema import MemoryConfig, RunConfig
-from actmem.errors import ApplyError, PlanError, PlatformError
+from actmem.errors import ApplyError, PlanError
 from actmem.graph import RegionGraph
 from actmem.planning import POLICIES, Fingerprint, Plan
 from actmem.planning.planner import Planned
@@ -164,10 +165,7 @@ def _apply_config(
     memory: MemoryConfig,
     layers: Sequence[int] | None,
 ) -> Applied:
-    if config.platform != "torch":
-        raise PlatformError(
-            f"platform: {config.platform} is not supported; actmem runs on torch alone: platform: torch"
-        )
+    refuse_other_platforms(config)
     plan = plan_of(config)
     if config.activation_swap == "none":
         return _apply_plan(model, plan, regions, memory, layers)

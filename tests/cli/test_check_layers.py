@@ -255,7 +255,7 @@ def test_communication_that_is_not_recomputed_on_many_ranks_is_told(
 def test_an_excluded_collective_is_not_mixed_up_with_the_wait_for_another(config: Path) -> None:
     code, told = check(config, FULL % "[AllToAll, AllReduce]", TENSOR_PARALLEL)
     assert code == 1
-    assert [warning["path"] for warning in told["warnings"]][0] == "recompute.exclude_op['AllToAll']"
+    assert told["warnings"][0]["path"] == "recompute.exclude_op['AllToAll']"
 
 
 def test_a_pattern_without_a_match_is_told_once(config: Path) -> None:

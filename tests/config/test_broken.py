@@ -18,7 +18,6 @@ from actmem.config.loading import parse_config, parse_sections
 from actmem.errors import ConfigError, PlanError
 from actmem.models.building import build_model
 from actmem.planning import Plan
-from actmem.training import trainer
 
 REPOSITORY = Path(__file__).parents[2]
 HEAD = """model: {name: qwen3-tiny}
@@ -169,19 +168,3 @@ def test_a_plan_comes_back_from_its_file_as_it_was() -> None:
     plan = Plan("a\x85b")
     plan.save("mine.yaml")
     assert Plan.load("mine.yaml") == plan
-
-
-# Check calls another platform a fault; train goes on with it where there is a memory_budget.
-def test_another_platform_is_refused_with_a_memory_budget_too() -> None:
-    Path("x.txt").write_text("some text to train on, again and again. " * 400)
-    text = HEAD.replace("sequence_length: 64", "sequence_length: 64, vocab_size: 300, eval_share: 0.0")
-    text += "train: {steps: 1, warmup_steps: 1, device: cpu, output_dir: out}\nmemory_budget: 1GiB\n"
-    with pytest.raises(NotImplementedError):
-        trainer.train(parse_config(text + "platform: mindspore\n"), progress=False)
-
-
-# Check refuses this configuration, train too; `actmem plan` writes a plan for it.
-def test_another_platform_has_no_plan() -> None:
-    Path("run.yaml").write_text(HEAD + "platform: mindspore\nrecompute: {mode: full, full_recompute_layer: [0]}\n")
-    result = CliRunner().invoke(main.app, ["plan", "run.yaml", "-o", "mine.yaml"])
-    assert (result.exit_code != 0, Path("mine.yaml").exists()) == (True, False)
