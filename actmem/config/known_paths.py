@@ -1,8 +1,7 @@
 """The paths of the ops in the layers of Qwen3: dense and mixture of experts, fused and eager attention, with biases and
 without, in one dtype and in several, on one rank and on many.
 
-They let a configuration be checked before there is a model: whether two patterns can speak of one module, and how long
-a pattern takes. The paths of a run are those of its trace.
+They tell, before there is a model, how long a pattern takes. The paths of a run are those of its trace.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""What ops are called: on the tape by their ATen name, elsewhere by more familiar ones."""
+"""What ops are called: on the tape by their ATen name, elsewhere by more familiar ones; and a layer's input."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+
+INPUT = "input"
+"""The path of what a layer is given, which no op in it makes."""
 
 _ATTENTION = ("scaled_dot_product_attention",)
 

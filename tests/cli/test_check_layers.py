@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -63,9 +64,56 @@ def test_an_op_that_only_this_model_has_cannot_be_recomputed_and_swapped(config:
 
 
 def test_an_overlap_is_told_once_where_the_text_alone_shows_it(config: Path) -> None:
-    code, told = check(config, GELU.replace("gelu", "up_proj"))
+    code, told = check(config, GELU.replace(".*gelu", r"mlp\.up_proj"))
     assert code == 2
     assert [fault["path"] for fault in told["faults"]] == ["swap.op_swap[1].layers"]
+
+
+SELECT = "recompute: {mode: select, select_module: {'%s': [0-1]}}\n"
+COMM = "recompute_comm: {enable: true, select_module: {'%s': [0-1]}}\n"
+SWAPPED = "swap: {enable: true, op_swap: [{op_name: '%s', layers: [0]}]}\n"
+TENSOR_PARALLEL = "parallel={tp_size: 2}"
+SEQUENCE_PARALLEL = "parallel={tp_size: 2, sequence_parallel: true}"
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "where"),
+    [
+        (SELECT % ".*gelu" + SWAPPED % ".*mlp", "", "mlp.act_fn.gelu in layer 0"),
+        (SELECT % ".*mlp" + SWAPPED % ".*up_proj", "", "mlp.up_proj.t in layer 0"),
+        (SELECT % ".*q_proj" + "activation_swap: attention\n", "", "self_attn.q_proj.t in layers 0-1"),
+        (SELECT % ".*q_proj" + SWAPPED % ".*addmm", "model.config.attention_bias=true", "q_proj.addmm in layer 0"),
+        (
+            SELECT % ".*_layernorm" + SWAPPED % ".*_to_copy",
+            "model.dtype=bfloat16",
+            "input_layernorm._to_copy in layer 0",
+        ),
+        (SELECT % ".*mlp" + SWAPPED % ".*reduce_scatter.*", SEQUENCE_PARALLEL, "mlp.reduce_scatter_tensor in layer 0"),
+        (COMM % r".*\.AllReduce" + SWAPPED % ".*mlp", TENSOR_PARALLEL, "mlp.all_reduce in layer 0"),
+        (COMM % ".*" + SWAPPED % ".*wait_tensor", TENSOR_PARALLEL, "self_attn.wait_tensor in layer 0"),
+        (
+            COMM % r".*\.all_gather" + "activation_swap: attention\n",
+            SEQUENCE_PARALLEL,
+            "self_attn.all_gather_into_tensor in layers 0-1",
+        ),
+    ],
+)
+def test_what_two_settings_do_to_one_op_is_found_in_the_model(
+    config: Path, text: str, override: str, where: str
+) -> None:
+    code, told = check(config, text, *filter(None, [override]))
+    (fault,) = told["faults"]
+    assert (code, fault["path"].partition(".")[0]) == (2, "swap" if "op_swap" in text else "activation_swap")
+    assert "is also recomputed, by recompute" in fault["problem"] and where in fault["problem"]
+    with pytest.raises(ConfigError, match=re.escape(where)):
+        train(load_config(config, [*filter(None, [override]), "train.output_dir=out"]), progress=False)
+    assert not Path("out").exists()
+
+
+def test_what_would_overlap_in_another_model_alone_is_no_fault(config: Path) -> None:
+    """Only norms cast in bfloat16; in another model linears may."""
+    code, told = check(config, SELECT % ".*_to_copy" + SWAPPED % "mlp", "model.dtype=bfloat16")
+    assert (code, told["faults"]) == (0, [])
 
 
 def test_training_refuses_it_before_anything_is_touched(config: Path, tmp_path: Path) -> None:
@@ -218,10 +266,6 @@ def test_of_a_pipeline_each_rank_is_judged_by_its_own_layers(config: Path) -> No
     result = invoke("check", config, stages, *untied, "train.micro_batch_size=2", "--json")
     (warning,) = json.loads(result.stdout)["warnings"]
     assert (result.exit_code, warning["problem"]) == (1, "matches no op on the rank with layers 0-1")
-
-
-TENSOR_PARALLEL = "parallel={tp_size: 2}"
-SEQUENCE_PARALLEL = "parallel={tp_size: 2, sequence_parallel: true}"
 
 
 def test_communication_is_not_missed_where_it_comes_with_the_ranks(config: Path) -> None:

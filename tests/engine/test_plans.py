@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_runs import (
@@ -309,3 +310,30 @@ def test_what_is_held_and_dropped_adds_up(qwen3: nn.Module, policy: str) -> None
         assert all_held.held_bytes <= mine.held_bytes + mine.dropped_bytes + mine.swapped_bytes
     report = applied.stats.to_dict()
     assert report["held_bytes"] == sum(region["held_bytes"] for region in report["regions"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.up_proj = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(x)
+        return x + torch.tanh(self.up_proj(x).sin())
+
+
+def test_a_module_of_ones_own_is_not_judged_by_the_paths_of_qwen3() -> None:
+    model = nn.Sequential(Block(), Block())
+    sections = {
+        "recompute": {"mode": "select", "select_module": {".*attn": [0]}},
+        "swap": {"enable": True, "op_swap": [{"op_name": ".*_proj", "layers": [0]}]},
+    }
+    inputs = torch.randn(4, 16)
+    model(inputs).sum().backward()
+    expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    model.zero_grad()
+    with apply(model, sections, regions=["0", "1"], memory={"min_swap_bytes": 0, "tier": "disk"}):
+        model(inputs).sum().backward()
+    found_gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    assert all(map(torch.equal, found_gradients, expected))
