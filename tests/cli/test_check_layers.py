@@ -166,7 +166,7 @@ IDLE: list[tuple[str, str, str, str, str]] = [
     (select("'.*mpl': [0-1]"), "", "recompute.select_module['.*mpl']", "'.*mpl", "matches no module and no op"),
     (select("mlp: [0], input: [0]"), "", "recompute.select_module['input']", "input:", f"{FREES} is the layer's input"),
     (
-        select("mlp: [0]", "  full_recompute_layer: [0-1]\n"),
+        select("mlp: [0]", "  exclude_op: {mlp: [0]}\n"),
         "",
         "recompute.select_module['mlp']",
         "mlp: [0]",
@@ -200,6 +200,9 @@ IDLE: list[tuple[str, str, str, str, str]] = [
     (OPS % "input", "", "", "", ""),
     (OPS % "input" + select("mlp: [0]"), "", "", "", ""),
     (FULL % "[mm, MM]", "", "", "", ""),
+    (select("mlp: [0]", "  full_recompute_layer: [0-1]\n"), "", "", "", ""),
+    (select(r"mlp: [0-1], 'mlp\.act_fn': [0-1]"), "", "", "", ""),
+    (select(r"'mlp\.act_fn': [0-1], mlp: [0-1]"), "", "", "", ""),
     (select("mlp: [0]", "  exclude_op: [gelu]\n"), "", "", "", ""),
     ("activation_swap: attention\n", "", "", "", ""),
     ("policy: selective\n", "", "", "", ""),
@@ -300,6 +303,25 @@ def test_an_excluded_collective_is_not_mixed_up_with_the_wait_for_another(config
     code, told = check(config, FULL % "[AllToAll, AllReduce]", TENSOR_PARALLEL)
     assert code == 1
     assert told["warnings"][0]["path"] == "recompute.exclude_op['AllToAll']"
+
+
+def test_each_of_two_entries_with_one_pattern_is_told_of_in_its_place(config: Path) -> None:
+    entries = "  - {op_name: mpl, layers: [2]}\n  - {op_name: mpl, layers: [0]}\n"
+    code, told = check(config, f"swap:\n  enable: true\n  op_swap:\n{entries}")
+    assert code == 1
+    assert [(each["line"], each["problem"]) for each in told["warnings"]] == [
+        (8, "matches no module and no op in layer 2"),
+        (9, "matches no module and no op in layer 0"),
+    ]
+
+
+def test_each_of_two_entries_with_one_pattern_overlaps_in_its_place(config: Path) -> None:
+    entries = "  - {op_name: '.*gelu', layers: [2]}\n  - {op_name: '.*gelu', layers: [0]}\n"
+    code, told = check(config, f"swap:\n  enable: true\n  op_swap:\n{entries}" + SELECT % ".*mlp")
+    assert code == 2
+    assert [(each["line"], each["problem"]) for each in told["faults"]] == [
+        (9, "is also recomputed, by recompute.select_module '.*mlp': mlp.act_fn.gelu in layer 0"),
+    ]
 
 
 def test_a_pattern_without_a_match_is_told_once(config: Path) -> None:

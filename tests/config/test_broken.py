@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-import actmem
 from actmem.cli import main
-from actmem.config.loading import parse_config, parse_sections
+from actmem.config.loading import parse_sections
 from actmem.errors import ConfigError, PlanError
-from actmem.models.building import build_model
 from actmem.planning import Plan
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,44 +32,6 @@ def found(text: str, *overrides: str) -> tuple[int, dict[str, Any]]:
     Path("run.yaml").write_text(text)
     result = CliRunner().invoke(main.app, ["check", "run.yaml", *overrides, "--json"], catch_exceptions=False)
     return result.exit_code, json.loads(result.stdout)
-
-
-# Of two entries with one pattern only one is told of, and with the line and layers of different ones.
-def test_each_of_two_entries_with_one_pattern_is_told_of_in_its_place() -> None:
-    entries = "  - {op_name: mpl, layers: [2]}\n  - {op_name: mpl, layers: [0]}\n"
-    code, told = found(HEAD + "swap:\n  enable: true\n  op_swap:\n" + entries)
-    assert code == 1
-    assert [(each["line"], each["problem"]) for each in told["warnings"]] == [
-        (7, "matches no module and no op in layer 2"),
-        (8, "matches no module and no op in layer 0"),
-    ]
-
-
-# A parent covers its children, yet the child is called idle, a fault under strict_matching, if it stands first.
-@pytest.mark.parametrize("patterns", [("mlp", r"mlp\.act_fn"), (r"mlp\.act_fn", "mlp")])
-def test_a_child_beside_its_parent_is_no_fault_in_either_order(patterns: tuple[str, str]) -> None:
-    modules = ", ".join(f"'{pattern}': [0-3]" for pattern in patterns)
-    text = HEAD + f"recompute: {{mode: select, select_module: {{{modules}}}}}\n"
-    code, told = found(text, "memory.strict_matching=true")
-    assert (code, told["faults"]) == (0, [])
-
-
-# The plan in force of a run that strict_matching accepts is refused under strict_matching: its rules were cut by layer.
-def test_the_plan_in_force_is_as_strict_as_the_sections_it_came_from() -> None:
-    fields = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 300}
-    fields |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-    run = parse_config({"model": {"name": "qwen3-tiny", "config": fields}, "data": {"path": ["x"]}})
-    model = build_model(run.model, seed=0)
-    tokens = torch.zeros((1, 16), dtype=torch.int64)
-    sections = {"recompute": {"mode": "select", "full_recompute_layer": [0], "select_module": {"mlp": ["0-1"]}}}
-    strict = {"strict_matching": True}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with actmem.apply(model, sections, memory=strict) as applied:
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-            plan = applied.plan
-        with actmem.apply(model, plan, memory=strict):
-            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
 
 
 # In Python a section that is misspelt hides the faults of all others.
