@@ -197,7 +197,7 @@ class _Reading:
         return str(node.value)
 
     def _scalar(self, node: ScalarNode, kind: str, location: Location) -> object:
-        if kind in _TEXT_TAGS:
+        if kind in _TEXT_TAGS or (kind in {"int", "float"} and "_" in node.value):  # YAML 1.2 has no 1_000
             return node.value if _is_clean(node.value) else self._spoil(location, "holds half of a surrogate pair")
         if kind not in _PLAIN_KINDS:
             return self._refuse_tag(kind, location)

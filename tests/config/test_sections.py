@@ -263,6 +263,7 @@ WRONG: list[tuple[str, str, str]] = [
     (OPS % "[3]", f"{S}.op_swap[0].layers[0]", "reach layer 4 of 4"),
     (SWAP % "[4]", f"{S}.layer_swap[0].layers[0]", "4 is beyond the last layer, 3"),
     (SWAP % "[]", f"{S}.layer_swap[0].layers", "names no layer"),
+    (SWAP % "[1_0]", f"{S}.layer_swap[0].layers[0]", "'1_0' is not a layer"),
     (SWAP % "null", f"{S}.layer_swap[0].layers", "is empty (null)"),
     ("swap: {layer_swap: {layers: [0]}}", f"{S}.layer_swap", "is a section"),
     ("swap: {layer_swap: [[0]]}", f"{S}.layer_swap[0]", "is a list"),
