@@ -9,10 +9,9 @@ import typer
 
 from actmem.cli.check import step_setting
 from actmem.cli.output import make_directory, told_if_unwritable
-from actmem.cli.planned import refuse_layout
+from actmem.cli.planned import load_run, refuse_layout
 from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
-from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
 from actmem.planning import Plan
 from actmem.planning.sections import plan_of
@@ -55,7 +54,7 @@ def bench(
     model.path; the tokens are random, so no corpus is needed; a step is one forward and backward pass of one
     micro-batch. Writes bench.json, bench.png and bench.svg. Exit code: 0, or 1 if a policy gave other numbers.
     """
-    run = load_config(config, overrides or ())
+    run = load_run(config, overrides or ())
     refuse_layout(run, "bench", "tp_size", "ep_size", "pp_size")
     names = _asked_for(policies) if policies is not None else _with_own_plan(run, _asked_for(_POLICIES))
     directory = out or run.train.output_dir / "bench"

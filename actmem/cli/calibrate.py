@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmem.cli.bench import model_and_batch, setting_of
+from actmem.cli.planned import load_run
 from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
-from actmem.config.loading import load_config
 from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.errors import HardwareError
 
@@ -35,7 +35,7 @@ def calibrate(
     The device is that of CONFIG, or the accelerator if there is one. Takes up to a minute, and wants the machine to
     itself. A plan that is made with FILE for the same model, batch and number of threads knows every op's time.
     """
-    run = None if config is None else load_config(config, overrides or ())
+    run = None if config is None else load_run(config, overrides or ())
     _refuse_unwritable(out)
     hardware = calibrated(run)
     from actmem.hardware import save_hardware

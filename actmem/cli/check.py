@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,8 @@ from actmem.cli.findings import Findings, findings_of
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import read_config
 from actmem.config.schema import ModelConfig, ParallelConfig, RunConfig
-from actmem.errors import ConfigError
+from actmem.config.shown import bounded
+from actmem.errors import ConfigError, Fault
 from actmem.planning import Plan
 from actmem.planning.sections import name_of, plan_of
 
@@ -57,13 +58,17 @@ def _print_findings(config: Path, found: Findings) -> None:
     print_json(
         {
             "config": config,
-            "faults": [asdict(fault) for fault in found.faults],
-            "warnings": [asdict(warning) for warning in found.warnings],
+            "faults": [_plain(fault) for fault in found.faults],
+            "warnings": [_plain(warning) for warning in found.warnings],
             "run": None if found.run is None else found.run.model_dump(mode="json"),
             "matches": [asdict(match) for match in found.matches],
             "effect": None if found.effect is None else found.effect.to_dict(),
         }
     )
+
+
+def _plain(fault: Fault) -> dict[str, object]:
+    return asdict(replace(fault, value=bounded(fault.value)))
 
 
 def summary(run: RunConfig) -> dict[str, str]:

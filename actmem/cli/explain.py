@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmem.cli.planned import refuse_layout, refuse_yardsticks, traced_rules
+from actmem.cli.planned import load_run, refuse_layout, refuse_yardsticks, traced_rules
 from actmem.cli.screen import Screen, counted, print_json
-from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
 from actmem.hardware import Hardware, load_hardware
 
@@ -42,7 +41,7 @@ def explain(
 
     Nothing is trained and no weight is made or read, so models of any size are explained in seconds.
     """
-    run = load_config(config, overrides or ())
+    run = load_run(config, overrides or ())
     refuse_layout(run, "explain", "pp_size")
     refuse_yardsticks(run)
     from actmem.reporting.explanation import explain_layers

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmem.cli.check import step_setting
-from actmem.cli.planned import refuse_layout
+from actmem.cli.planned import load_run, refuse_layout
 from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
-from actmem.config.loading import load_config
 from actmem.config.schema import ParallelConfig, RunConfig
 from actmem.hardware import Hardware, load_hardware
 from actmem.units import format_bytes
@@ -47,7 +46,7 @@ def fit(
     """
     from actmem.planning.layout import Layout
 
-    run = load_config(config, overrides or ())
+    run = load_run(config, overrides or ())
     refuse_layout(run, "fit", "tp_size", "ep_size", "pp_size")
     layout = Layout(optimizer, train, rank, shard)  # type: ignore[arg-type]  # it refuses what is not one of them
     found = _search(run, load_hardware(hardware), layout, swap)

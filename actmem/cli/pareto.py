@@ -9,10 +9,9 @@ import typer
 
 from actmem.cli.check import step_setting
 from actmem.cli.output import make_directory, told_if_unwritable
-from actmem.cli.planned import refuse_layout
+from actmem.cli.planned import load_run, refuse_layout
 from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
-from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
 from actmem.hardware import Hardware, load_hardware
 
@@ -41,7 +40,7 @@ def pareto(
     Nothing is trained and no weight is made or read. What CONFIG says of a plan does not count. Writes frontier.csv,
     frontier.json, frontier.svg, frontier.png and frontier.html.
     """
-    run = load_config(config, overrides or ())
+    run = load_run(config, overrides or ())
     refuse_layout(run, "pareto", "pp_size")
     device = load_hardware(hardware)
     make_directory(out, _FILES)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmem.cli.planned import refuse_yardsticks, rules_of
+from actmem.cli.planned import load_run, refuse_yardsticks, rules_of
 from actmem.cli.screen import Screen, counted, print_json
-from actmem.config.loading import load_config
 from actmem.config.schema import RunConfig
 from actmem.errors import PlanError
 from actmem.planning import Plan
@@ -35,7 +34,7 @@ def plan(
 
     Nothing is trained and no weight is made or read. The plan fits this model, and batches of this shape, alone.
     """
-    run = load_config(config, overrides or ())
+    run = load_run(config, overrides or ())
     refuse_yardsticks(run)
     made = _made(run)
     try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actmem.config.loading import load_config
+from actmem.config.platforms import refuse_other_platforms
 from actmem.config.schema import RunConfig
 from actmem.errors import ConfigError, Fault
 
@@ -15,6 +18,14 @@ if TYPE_CHECKING:
     from actmem.runtime.engine import RuleSource
 
 YARDSTICKS = ("torch-full", "torch-sac")
+
+
+def load_run(config: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run that is to be looked at as if it ran. Raises `ConfigError`, and `PlatformError` for
+    one on another platform than torch."""
+    run = load_config(config, overrides)
+    refuse_other_platforms(run)
+    return run
 
 
 def refuse_yardsticks(run: RunConfig) -> None:

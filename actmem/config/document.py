@@ -27,6 +27,10 @@ Place = tuple[int, int]
 
 _CORE = "tag:yaml.org,2002:"
 _TEXT_TAGS = {"str", "timestamp", "value"}  # YAML 1.2 has no dates, and no meaning for a lone '='
+_PLAIN_KINDS = {"null", "bool", "int", "float"}
+
+MAX_NODES = 100_000
+"""Keys and values of one text, aliases counted as often as they stand there."""
 
 UNREADABLE = object()
 """Stands where a value could not be read and a fault says so; nothing more can be said about it."""
@@ -38,12 +42,14 @@ class Document:
 
     `places` maps a location to its line and column, both from 1, or to `None` for what did not come from the file.
     `repeats` are the values that keys have where they are given again, each with its location; the first one counts.
+    `odd_keys` are where keys stand that do not read as text; they are at fault, and what stands there is read as ever.
     """
 
     value: object = None
     places: dict[Location, Place | None] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     repeats: list[tuple[Location, Document]] = field(default_factory=list)
+    odd_keys: set[Location] = field(default_factory=set)
 
     def with_repeat(self, location: Location, repeat: Document) -> Document:
         """The document as it would be if of a key that is given twice the other value counted."""
@@ -84,7 +90,11 @@ def read_document(text: str) -> Document:
     yaml.composer.warn_double_anchors = False  # YAML allows an anchor to be set anew
     try:
         node = yaml.compose(text)
-        document.value = None if node is None else _Reading(document, yaml.constructor).value(node, ())
+        if node is not None and _num_nodes(node) > MAX_NODES:
+            problem = f"stands for more than {MAX_NODES} values, with what its aliases mean written out"
+            document.faults = [Fault("YAML", problem, line=1, column=1)]
+        else:
+            document.value = None if node is None else _Reading(document, yaml.constructor).value(node, ())
     except ReaderError as error:
         document.faults = [_unreadable_character(text, error)]
     except MarkedYAMLError as error:
@@ -171,7 +181,7 @@ class _Reading:
         self._document.repeats.append((location, repeat))
 
     def _key(self, node: Node, location: Location) -> str | None:
-        """The key, or `None` after noting what is wrong with it."""
+        """The key, or `None` for what cannot be taken for one; what is wrong with it is noted."""
         kind = str(node.tag).removeprefix(_CORE)
         if isinstance(node, ScalarNode) and kind in _TEXT_TAGS and _is_clean(node.value):
             return str(node.value)
@@ -181,12 +191,15 @@ class _Reading:
             problem, allowed = "has a merge key '<<', which YAML 1.2 does not have", "the merged keys written out"
         line, column = _place_of(node)
         self._document.faults.append(Fault(dotted(location), problem, allowed=allowed, line=line, column=column))
-        return None
+        if not isinstance(node, ScalarNode) or kind not in _PLAIN_KINDS:
+            return None
+        self._document.odd_keys.add((*location, node.value))
+        return str(node.value)
 
     def _scalar(self, node: ScalarNode, kind: str, location: Location) -> object:
-        if kind in _TEXT_TAGS:
+        if kind in _TEXT_TAGS or (kind in {"int", "float"} and "_" in node.value):  # YAML 1.2 has no 1_000
             return node.value if _is_clean(node.value) else self._spoil(location, "holds half of a surrogate pair")
-        if kind not in {"null", "bool", "int", "float"}:
+        if kind not in _PLAIN_KINDS:
             return self._refuse_tag(kind, location)
         try:
             value = getattr(self._scalars, f"construct_yaml_{kind}")(node)
@@ -203,6 +216,17 @@ class _Reading:
     def _spoil(self, location: Location, problem: str, **details: str) -> object:
         self._document.faults.append(self._document.fault(location, problem, **details))
         return UNREADABLE
+
+
+def _num_nodes(node: Node, known: dict[int, int] | None = None) -> int:
+    """Nodes in and below one, those of an alias each time; one that contains itself counts once more."""
+    known = {} if known is None else known
+    if id(node) not in known:
+        known[id(node)] = 1
+        inside = node.value if isinstance(node, (MappingNode, SequenceNode)) else []
+        below = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
+        known[id(node)] += sum(_num_nodes(each, known) for each in below)
+    return known[id(node)]
 
 
 def _replaced(value: object, location: Location, new: object) -> object:

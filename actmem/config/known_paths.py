@@ -1,15 +1,14 @@
 """The paths of the ops in the layers of Qwen3: dense and mixture of experts, fused and eager attention, with biases and
 without, in one dtype and in several, on one rank and on many.
 
-They let a configuration be checked before there is a model: whether two patterns can speak of one module, and how long
-a pattern takes. The paths of a run are those of its trace.
+They tell, before there is a model, how long a pattern takes. The paths of a run are those of its trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actmem.config.op_names import COLLECTIVES, is_communication, split_path
+from actmem.config.op_names import COLLECTIVES
 
 # A module (a dot: the layer itself) and its ops; `mul*2` stands for `mul` and `mul#1`.
 _LAYERS = """
@@ -48,8 +47,5 @@ def _paths() -> Iterator[str]:
                 f"{prefix}{name}#{number}" if number else f"{prefix}{name}" for number in range(int(count or 1))
             )
 
-
-COLLECTIVE_PATHS: tuple[str, ...] = tuple(path for path in _paths() if is_communication(split_path(path)[1]))
-"""Those of ops that speak with other ranks, which a layer has only where it is spread over some."""
 
 KNOWN_PATHS: tuple[str, ...] = tuple(_paths())

@@ -10,7 +10,7 @@ nothing on the disk or a device is touched.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -79,25 +79,48 @@ def parse_sections(sections: Mapping[str, object], num_layers: int | None) -> Ru
     ``None`` stands for a number that is not known, such as that of a model of which one rank has some stages.
     Raises `ConfigError` with every fault.
     """
-    unknown = [key for key in sections if key not in PLANNING_KEYS]
-    if unknown:
-        allowed = ", ".join(PLANNING_KEYS)
-        problem = "says nothing about what becomes of activations"
-        faults = [Fault(str(key), problem, allowed=allowed, nearest=nearest(key, PLANNING_KEYS)) for key in unknown]
-        raise ConfigError(faults, "the plan's sections")
-    fields = {} if num_layers is None else {"model_type": "qwen3", "num_hidden_layers": num_layers}
-    return parse_config({"model": {"config": fields}, "data": {"path": ["*"]}, **sections}, "the plan's sections")
+    return _sound(_read_sections(sections, num_layers), "the plan's sections")
 
 
 def parse_memory(settings: Mapping[str, object]) -> MemoryConfig:
     """The `memory` section in a mapping. Raises `ConfigError` with every fault."""
+    memory, faults = _read_memory(settings)
+    if memory is None:
+        raise ConfigError(faults, "the memory settings")
+    return memory
+
+
+def parse_sections_and_memory(
+    sections: Mapping[str, object], num_layers: int | None, settings: Mapping[str, object]
+) -> tuple[RunConfig, MemoryConfig]:
+    """What `parse_sections` and `parse_memory` give. Raises `ConfigError` with every fault of both."""
+    reading, (memory, faults) = _read_sections(sections, num_layers), _read_memory(settings)
+    if memory is None:
+        raise ConfigError([*reading.faults, *faults], "the plan's sections and the memory settings")
+    return _sound(reading, "the plan's sections"), memory
+
+
+def _read_sections(sections: Mapping[str, object], num_layers: int | None) -> Reading:
+    known = {key: value for key, value in sections.items() if key in PLANNING_KEYS}
+    allowed, problem = ", ".join(PLANNING_KEYS), "says nothing about what becomes of activations"
+    unknown = [
+        Fault(str(key), problem, allowed=allowed, nearest=nearest(key, PLANNING_KEYS))
+        for key in sections
+        if key not in known
+    ]
+    fields = {} if num_layers is None else {"model_type": "qwen3", "num_hidden_layers": num_layers}
+    reading = _read(from_mapping({"model": {"config": fields}, "data": {"path": ["*"]}, **known}), ())
+    return replace(reading, faults=(*unknown, *reading.faults))
+
+
+def _read_memory(settings: Mapping[str, object]) -> tuple[MemoryConfig | None, list[Fault]]:
     document = from_mapping({"memory": dict(settings)})
     try:
-        return MemoryConfig.model_validate(dict(settings))
+        return MemoryConfig.model_validate(dict(settings)), []
     except ValidationError as error:
         details = error.errors(include_url=False)
         found = [field_fault(document, each["type"], ("memory", *each["loc"]), each["input"]) for each in details]
-        raise ConfigError(found, "the memory settings") from None
+        return None, found
 
 
 def _read(document: Document, overrides: Sequence[str]) -> Reading:
@@ -133,7 +156,8 @@ def _validate(document: Document) -> tuple[RunConfig | None, list[Fault]]:
         config, faults, dropped = RunConfig.model_validate(value), [], Dropped(value, ())
     except ValidationError as error:
         found = [(detail["type"], detail["loc"], detail["input"]) for detail in error.errors(include_url=False)]
-        faults = [field_fault(document, *one) for one in found if one[2] is not UNREADABLE]
+        told = [one for one in found if one[2] is not UNREADABLE and one[1] not in document.odd_keys]
+        faults = [field_fault(document, *one) for one in told]
         dropped = Dropped(value, [(kind, location) for kind, location, _ in found])
         if dropped.everything:
             return None, [*document.faults, *faults]
@@ -141,8 +165,8 @@ def _validate(document: Document) -> tuple[RunConfig | None, list[Fault]]:
     complaints = [*ways_at_once(config, {way: value[way] for way in WAYS if way in value and dropped.holds((way,))})]
     complaints += _complaints_of_rules(config, dropped)
     sound = [each for each in complaints if each.value is not UNREADABLE]
-    told = [document.complained(each, dropped.original(each.location)) for each in sound]
-    return config, [*document.faults, *faults, *told]
+    complained = [document.complained(each, dropped.original(each.location)) for each in sound]
+    return config, [*document.faults, *faults, *complained]
 
 
 def _complaints_of_rules(config: RunConfig, dropped: Dropped) -> Iterator[Complaint]:

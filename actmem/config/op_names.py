@@ -1,22 +1,24 @@
-"""What ops are called: on the tape by their ATen name, elsewhere by more familiar ones."""
+"""What ops are called: on the tape by their ATen name, elsewhere by more familiar ones; and a layer's input."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
 
+INPUT = "input"
+"""The path of what a layer is given, which no op in it makes."""
+
 _ATTENTION = ("scaled_dot_product_attention",)
-_WAIT = "wait_tensor"  # the collective has only begun; what others read is the output of this op
 
 FAMILIAR_NAMES: Mapping[str, tuple[str, ...]] = {
-    "all_gather": ("all_gather_into_tensor", _WAIT),
-    "AllGather": ("all_gather_into_tensor", _WAIT),
-    "reduce_scatter": ("reduce_scatter_tensor", _WAIT),
-    "ReduceScatter": ("reduce_scatter_tensor", _WAIT),
-    "all_to_all": ("all_to_all_single", _WAIT),
-    "AllToAll": ("all_to_all_single", _WAIT),
-    "all_reduce": ("all_reduce", _WAIT),
-    "AllReduce": ("all_reduce", _WAIT),
+    "all_gather": ("all_gather_into_tensor",),
+    "AllGather": ("all_gather_into_tensor",),
+    "reduce_scatter": ("reduce_scatter_tensor",),
+    "ReduceScatter": ("reduce_scatter_tensor",),
+    "all_to_all": ("all_to_all_single",),
+    "AllToAll": ("all_to_all_single",),
+    "all_reduce": ("all_reduce",),
+    "AllReduce": ("all_reduce",),
     "sdpa": _ATTENTION,
     "flash_attention": _ATTENTION,
     "FlashAttentionScore": _ATTENTION,
@@ -26,9 +28,11 @@ FAMILIAR_NAMES: Mapping[str, tuple[str, ...]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _ATTENTION,
     "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
 }
-"""A familiar name -> how the names of the ops that are meant begin; variants such as ``…_coalesced`` end otherwise."""
+"""A familiar name -> how the names of the ops that are meant begin; variants such as ``…_coalesced`` end otherwise.
 
-COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", _WAIT)
+The wait for a collective has none: it gives back the collective's own memory, about which the name of that decides."""
+
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", "wait_tensor")
 """How the names of ops begin that speak with other ranks."""
 
 

@@ -1,16 +1,15 @@
-"""Layers, modules and ops that one setting recomputes and another swaps, as far as it can be told before there is a
-model: on the layers as they are numbered, and on the paths that models are known to have. Those of the model itself are
-compared once it is traced."""
+"""Layers, modules and ops that one setting recomputes and another swaps, as far as it can be told whatever the model:
+from the layers as they are numbered, and from patterns of which one speaks of all that the other names. What overlaps
+in one model and not in another is found once it is traced."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
-from actmem.config.known_paths import KNOWN_PATHS
 from actmem.config.layers import to_ranges
-from actmem.config.patterns import covers, hits_communication, pattern_problem
+from actmem.config.op_names import INPUT
+from actmem.config.patterns import covers, literal_path, pattern_problem
 from actmem.config.schema import RunConfig
 from actmem.config.settings import COMM, FULL, LAYER_SWAP, OP_SWAP, SELECT, Setting, settings_in_effect
 
@@ -62,16 +61,23 @@ def _shared(mine: Setting, theirs: Setting) -> str | None:
     if not layers:
         return None
     where = f"layer{'' if len(layers) == 1 else 's'} {', '.join(to_ranges(layers))}"
-    if mine.pattern is None or theirs.pattern is None:
+    if mine.pattern is None or theirs.pattern is None or _names_all(mine) or _names_all(theirs):
         return where
     if mine.pattern == theirs.pattern:
         return f"the same pattern in {where}"
-    both = _covered(mine.pattern, mine.field == COMM) & _covered(theirs.pattern, False)
-    path = next((path for path in KNOWN_PATHS if path in both), None)
+    path = _covered(mine.pattern, theirs.pattern)
+    if path is None and mine.field != COMM:  # what it names besides communication is not recomputed
+        path = _covered(theirs.pattern, mine.pattern)
     return None if path is None else f"{path} in {where}"
 
 
-@lru_cache(maxsize=1024)
-def _covered(pattern: str, communication_alone: bool) -> frozenset[str]:
-    speaks_of = hits_communication if communication_alone else covers
-    return frozenset(path for path in KNOWN_PATHS if speaks_of(pattern, path))
+def _names_all(setting: Setting) -> bool:
+    """Whether the pattern of a setting speaks of all that layers do, whatever that is."""
+    return setting.pattern == ".*" and setting.field != COMM
+
+
+def _covered(pattern: str, other: str) -> str | None:
+    """The one path that a pattern names, if the other speaks of it, and so of all below it; the input of a layer can be
+    swapped alone."""
+    path = literal_path(pattern)
+    return path if path not in (None, INPUT) and covers(other, path) else None

@@ -26,6 +26,7 @@ TIME_LIMIT = 0.25
 _ESCAPED = re.compile(r"\\N\{[^}]*\}|\\.", re.DOTALL)
 _SET = re.compile(r"\[\^?\]?[^\]]*\]")
 _NAMED_SET = re.compile(r"\[:\^?\w+:\]")
+_LITERAL = re.compile(r"(\w|#|\\\.)+", re.ASCII)
 _STRAY_BRACE = re.compile(r"\{(?!\d*,?\d*\})[^}]*\}?|\{\}")
 _MAX_LENGTH = 1000
 _MAX_SIZE = 100_000
@@ -72,6 +73,11 @@ def covers(pattern: str, path: str) -> bool:
 def hits_communication(pattern: str, path: str) -> bool:
     """Whether a pattern names the op at `path` itself, and that is a communication op."""
     return is_communication(split_path(path)[1]) and any(matches(pattern, name) for name in _ways_to_write(path))
+
+
+def literal_path(pattern: str) -> str | None:
+    """The only path that a sound pattern matches, where it is written out: ``mlp.up_proj`` for ``mlp\\.up_proj``."""
+    return pattern.replace("\\.", ".") if _LITERAL.fullmatch(pattern) else None
 
 
 def hits(pattern: str, paths: Iterable[str]) -> list[str]:

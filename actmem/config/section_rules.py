@@ -13,7 +13,7 @@ from actmem.config.complaint import Complaint, Rule
 from actmem.config.layers import bad_entries, span_of
 from actmem.config.overlaps import ALLOWED_FATES, overlaps
 from actmem.config.patterns import pattern_problem
-from actmem.config.schema import RunConfig
+from actmem.config.schema import RunConfig, SwapConfig
 from actmem.config.settings import COMM, FULL, LAYER_FIELDS, LAYER_SWAP, OP_SWAP, SELECT, settings_in
 from actmem.config.shown import quoted
 from actmem.config.sizes import num_layers
@@ -64,7 +64,7 @@ def _within_model(field: str, config: RunConfig) -> Iterator[Complaint]:
 
 def _prefetch_within_model(config: RunConfig) -> Iterator[Complaint]:
     count, prefetch = num_layers(config.model), config.swap.default_prefetch
-    matters = config.swap.enable or "default_prefetch" in config.swap.model_fields_set
+    matters = config.swap.enable or prefetch != SwapConfig().default_prefetch
     if count is not None and matters and prefetch >= count:
         allowed = f"1 to {count - 1}, num_layers - 1" if count > 1 else "nothing: swap needs a model of two layers"
         yield Complaint("swap.default_prefetch", f"{prefetch} is out of range", prefetch, allowed)

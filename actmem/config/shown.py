@@ -12,8 +12,10 @@ class _Short(reprlib.Repr):
         return super().repr_int(x, level)
 
 
+_MAX_LENGTH = 1000
 _short = _Short()
 _short.maxstring = _short.maxother = 60
+_short.maxlevel = 2
 
 
 def quoted(text: str) -> str:
@@ -21,6 +23,11 @@ def quoted(text: str) -> str:
     if not text.isprintable() or "'" in text or len(text) > _short.maxstring:
         return _short.repr(text)
     return f"'{text}'"
+
+
+def bounded(value: object) -> object:
+    """A value as it is, or as a message shows it where it is long."""
+    return value if len(str(value)) <= _MAX_LENGTH else shown(value)
 
 
 def shown(value: object) -> str:

@@ -14,7 +14,7 @@ from actmem.config.wording import dotted
 from actmem.errors import ConfigError, Fault
 from actmem.graph import Graph
 from actmem.planning.plan import Action, Plan, Rule, RuleSet
-from actmem.planning.sections import plan_of_sections, settings_by_name
+from actmem.planning.sections import plan_of_sections, settings_of_rules
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def may_clash(config: RunConfig) -> bool:
 def complaints_of_clashes(config: RunConfig, graph: Graph) -> Iterator[Complaint]:
     """A complaint for each pair of settings of the sections that clash in the layers of `graph`, at the one that
     swaps."""
-    settings = settings_by_name(config)
+    settings = settings_of_rules(config)
     for clash in _clashes_of(_plan(config), graph):
-        setting = settings[clash.swapped.name]
+        setting = settings[clash.swapped, clash.swapped.label]
         value = setting.pattern or setting.entries
         yield Complaint(setting.field, clash.problem, value, ALLOWED_FATES, setting.inside)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 from actmem.config.layers import to_ranges
 from actmem.graph import Graph, RegionGraph
 from actmem.planning.fates import SMALL, Fates, deciding_path, fates_under, path_of_storage
-from actmem.planning.plan import INPUT_PATH, Action, Rule, RuleSet
+from actmem.planning.plan import INPUT_PATH, Action, Rule, RuleSet, Tier
 
 _THE_INPUT = "is the layer's input, which nothing in the layer can make again"
 _OVERRULED = "is decided by a later rule"
@@ -117,10 +118,14 @@ def predicted_deeds(graph: Graph, source: Source, layers: Iterable[int], *, min_
 
 
 def _freeing(rules: RuleSet, fates: Fates) -> Iterator[Rule]:
+    """Rules that recompute or swap what is let go of; several may ask for one op, as for a module and its parent."""
     for storage in fates.dropped | fates.swapped:
-        winner = rules.winner_of(deciding_path(fates.graph, storage, rules.communicates_again))
-        if winner is not None:
-            yield winner
+        matching = rules.matching(deciding_path(fates.graph, storage, rules.communicates_again))
+        yield from next((last for _, last in groupby(reversed(matching), _asks_for)), ())
+
+
+def _asks_for(rule: Rule) -> tuple[Action, Tier | None, bool]:
+    return rule.action, rule.tier, rule.reach == "communication"
 
 
 def _keeping(rules: RuleSet, fates: Fates) -> Iterator[Rule]:

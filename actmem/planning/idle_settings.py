@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from actmem.config.complaint import Complaint
-from actmem.config.known_paths import COLLECTIVE_PATHS
 from actmem.config.layers import to_ranges
 from actmem.config.schema import ParallelConfig, RunConfig
 from actmem.config.settings import Setting
@@ -14,8 +13,8 @@ from actmem.config.shown import quoted
 from actmem.config.stages import layers_of_stages, stages_of_rank
 from actmem.graph import Graph
 from actmem.planning.idle_rules import IdleRule, Source, idle_rules, predicted_deeds
-from actmem.planning.matching import Match, is_spread
-from actmem.planning.sections import settings_by_name, way_of
+from actmem.planning.matching import Match, settings_matched
+from actmem.planning.sections import settings_of_rules, way_of
 
 Told = tuple[str, Complaint]
 """The path by which a message names a setting, and what is wrong with it."""
@@ -24,19 +23,20 @@ Told = tuple[str, Complaint]
 def idle_complaints(config: RunConfig, matches: Iterable[Match], graph: Graph, source: Source) -> list[Told]:
     """Each setting, or rule of a plan file or policy, that has no effect in the layers of `graph`, with the reason.
 
-    `matches` are what the patterns of the sections match there. Of a pipeline each rank is asked by itself, as in a
-    run. Nothing is said of a pattern that names communication of a model spread over ranks: its trace has none.
+    `matches` are what `match_patterns` finds there. Of a pipeline each rank is asked by itself, as in a
+    run.
     """
-    settings = settings_by_name(config)
-    unmatched = {match.name: match for match in matches if match.problem is not None}
-    found = {name: _of_match(settings[name], match) for name, match in unmatched.items()}
+    pairs = zip(settings_matched(config), matches, strict=True)
+    found = {setting: _of_match(setting, match) for setting, match in pairs if match.problem is not None}
+    others: dict[str, Told] = {}
+    settings = settings_of_rules(config)
     for idle in _idle_on_ranks(config, graph, source):
-        name = None if idle.rule is None else idle.rule.label
-        if name is not None and name in settings:
-            found.setdefault(name, _of_setting(settings[name], idle.problem))
+        setting = None if idle.rule is None else settings.get((idle.rule, idle.rule.label))
+        if setting is not None:
+            found.setdefault(setting, _of_setting(setting, idle.problem))
         else:
-            found.setdefault(str(idle), (way_of(config), Complaint(way_of(config), str(idle))))
-    return list(found.values())
+            others.setdefault(str(idle), (way_of(config), Complaint(way_of(config), str(idle))))
+    return [*found.values(), *others.values()]
 
 
 def _idle_on_ranks(config: RunConfig, graph: Graph, source: Source) -> Iterator[IdleRule]:
@@ -44,8 +44,7 @@ def _idle_on_ranks(config: RunConfig, graph: Graph, source: Source) -> Iterator[
         where = f" on the rank with layers {', '.join(to_ranges(layers))}" if config.parallel.pp_size > 1 else ""
         deeds = predicted_deeds(graph, source, layers, min_swap_bytes=config.memory.min_swap_bytes)
         for idle in idle_rules(deeds, source):
-            if idle.rule is None or not (is_spread(config) and any(map(idle.rule.matches, COLLECTIVE_PATHS))):
-                yield replace(idle, problem=idle.problem + where)
+            yield replace(idle, problem=idle.problem + where)
 
 
 def _layers_of_ranks(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from actmem.config.known_paths import COLLECTIVE_PATHS
 from actmem.config.layers import to_ranges
 from actmem.config.op_names import is_communication, split_path
 from actmem.config.patterns import SlowPatternError, hits, hits_communication, matches, modules_around
 from actmem.config.schema import RunConfig
 from actmem.config.settings import COMM, EXCLUDE, OP_SWAP, SELECT, Setting, settings_in_effect
-from actmem.config.shown import quoted
 from actmem.graph import Graph
 from actmem.planning.plan import INPUT_PATH
 from actmem.planning.sections import excluded_names, pattern_of_excluded
@@ -39,32 +37,25 @@ class Match:
     problem: str | None = None
     nearest: tuple[str, ...] = ()
 
-    @property
-    def name(self) -> str:
-        """The setting as a message names it, as `Setting.name` does."""
-        return f"{self.setting} {quoted(self.pattern)}"
-
 
 Find = Callable[[str, Iterable[str]], list[str]]
 
 
 def match_patterns(config: RunConfig, graph: Graph) -> list[Match]:
-    """Every pattern of the sections that is in effect, on the layers of `graph`."""
-    settings = settings_in_effect(config, SELECT, EXCLUDE, COMM, OP_SWAP)
-    found = [_match(setting, graph, _hits_of(setting)) for setting in settings if setting.pattern is not None]
-    found += [_match(setting, graph, _excluded_ops) for setting in excluded_names(config)]
-    return [_on_many_ranks(match) for match in found] if is_spread(config) else found
+    """Every pattern of the sections that is in effect, on the layers of `graph`, in the order of `settings_matched`."""
+    return [_match(setting, graph, find) for setting, find in _searches(config)]
 
 
-def is_spread(config: RunConfig) -> bool:
-    """Whether each layer is spread over ranks, and so communicates, which a trace on one rank does not show."""
-    return config.parallel.tp_size > 1 or config.parallel.ep_size > 1
+def settings_matched(config: RunConfig) -> list[Setting]:
+    """The settings in effect that have a pattern, or a part of op names."""
+    return [setting for setting, _ in _searches(config)]
 
 
-def _on_many_ranks(match: Match) -> Match:
-    """Without a problem, where the pattern names what only the layers of many ranks have."""
-    rule_reads = _excluded_ops if match.setting == EXCLUDE else hits
-    return replace(match, problem=None) if rule_reads(match.pattern, COLLECTIVE_PATHS) else match
+def _searches(config: RunConfig) -> Iterator[tuple[Setting, Find]]:
+    for setting in settings_in_effect(config, SELECT, EXCLUDE, COMM, OP_SWAP):
+        yield setting, _communication_ops if setting.field == COMM else hits
+    for setting in excluded_names(config):
+        yield setting, _excluded_ops
 
 
 def _match(setting: Setting, graph: Graph, find: Find) -> Match:
@@ -91,10 +82,6 @@ def _named(setting: Setting, find: Find, paths: Sequence[str]) -> list[str]:
     if setting.field == OP_SWAP:
         return find(pattern, [*paths, INPUT_PATH])
     return find(pattern, paths) or find(pattern, [INPUT_PATH])
-
-
-def _hits_of(setting: Setting) -> Find:
-    return _communication_ops if setting.field == COMM else hits
 
 
 def _communication_ops(pattern: str, paths: Iterable[str]) -> list[str]:

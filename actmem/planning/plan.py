@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
-from actmem.config import patterns
+from actmem.config import op_names, patterns
 from actmem.errors import PlanError
 from actmem.graph import Fingerprint
 
-INPUT_PATH = "input"
+INPUT_PATH = op_names.INPUT
 
 Tier = Literal["host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)

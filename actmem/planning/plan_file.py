@@ -8,21 +8,26 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ruamel.yaml import YAML
+from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.representer import SafeRepresenter
 
 from actmem.config.document import Document, Location, in_order, read_document
 from actmem.config.layers import from_ranges, to_ranges
 from actmem.config.patterns import pattern_problem
 from actmem.config.shown import quoted, shown
+from actmem.config.wording import nearest
 from actmem.errors import PlanError
 from actmem.files import replace_file
 from actmem.graph import Fingerprint
 from actmem.planning.plan import REACHES, TIERS, Action, Plan, Reach, Rule, Tier
 
 FORMAT_VERSION = 1
+_OTHER_BREAKS = {"\x85", "\u2028", "\u2029"}
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Write a plan as YAML; where that fails, with `OSError`, a plan that stood there stays."""
+    """Write a plan as YAML, without rules for no layer; where that fails, with `OSError`, a plan that stood there
+    stays."""
     stream = io.StringIO()
     _yaml().dump(_to_dict(plan), stream)
     replace_file(path, stream.getvalue())
@@ -51,7 +56,7 @@ def _to_dict(plan: Plan) -> dict[str, Any]:
         }
     if any(rule.action is Action.SWAP for rule in plan.rules):
         data["prefetch"] = plan.prefetch
-    data["rules"] = [_rule_to_dict(rule) for rule in plan.rules]
+    data["rules"] = [_rule_to_dict(rule) for rule in plan.rules if rule.layers != ()]
     return data
 
 
@@ -86,12 +91,12 @@ class _PlanReader:
         self._known(data, {"actmem_plan", "name", "fingerprint", "prefetch", "rules"}, ())
         rules = data.get("rules", [])
         if not isinstance(rules, list):
-            self._note(("rules",), f"{rules!r} is not a list")
+            self._note(("rules",), f"{shown(rules)} is not a list")
             rules = []
         read = [self._rule(item, ("rules", index)) for index, item in enumerate(rules)]
         name = data.get("name", Path(self._source).stem)
         if not isinstance(name, str):
-            self._note(("name",), f"{name!r} is not a text")
+            self._note(("name",), f"{shown(name)} is not a text")
         fingerprint = self._fingerprint(data["fingerprint"]) if data.get("fingerprint") is not None else None
         prefetch = self._prefetch(data.get("prefetch", 1))
         if self._faults:
@@ -103,13 +108,14 @@ class _PlanReader:
         faults = in_order(self._faults)
         raise PlanError("\n  ".join([message, *map(str, faults)]), faults)
 
-    def _note(self, location: Location, problem: str, allowed: object = None) -> None:
-        self._faults.append(self._document.fault(location, problem, allowed=None if allowed is None else str(allowed)))
+    def _note(self, location: Location, problem: str, allowed: object = None, like: str | None = None) -> None:
+        words = None if allowed is None else str(allowed)
+        self._faults.append(self._document.fault(location, problem, allowed=words, nearest=like))
 
     def _known(self, data: Mapping[str, object], allowed: set[str], location: Location) -> None:
         for key in data:
-            if key not in allowed:
-                self._note((*location, key), "is not a key of a plan", sorted(allowed))
+            if key not in allowed and (*location, key) not in self._document.odd_keys:
+                self._note((*location, key), "is not a key of a plan", sorted(allowed), nearest(key, allowed))
 
     def _rule(self, item: object, at: Location) -> Rule | None:
         if not isinstance(item, dict):
@@ -119,16 +125,20 @@ class _PlanReader:
         self._known(item, {"layers", "ops", "action", "tier", "reach", "from"}, at)
         pattern = self._pattern(item.get("ops"), (*at, "ops"))
         layers = self._layers(item.get("layers", "all"), (*at, "layers"))
-        actions = {action.value: action for action in Action}
-        action = actions.get(str(item.get("action")))
-        if action is None:
-            self._note((*at, "action"), shown(item.get("action")), sorted(actions))
+        action = self._action(item.get("action"), (*at, "action"))
         tier = self._tier(item.get("tier"), action, (*at, "tier"))
         reach = self._reach(item.get("reach", "op"), (*at, "reach"))
         label = self._label(item.get("from"), (*at, "from"))
         if len(self._faults) > before or action is None:
             return None
         return Rule(pattern, action, layers, tier, reach, label)
+
+    def _action(self, action: object, at: Location) -> Action | None:
+        known = {action.value: action for action in Action}
+        if isinstance(action, str) and action in known:
+            return known[action]
+        self._note(at, shown(action), sorted(known), nearest(action, known))
+        return None
 
     def _tier(self, tier: object, action: Action | None, at: Location) -> Tier | None:
         for known in TIERS:
@@ -170,6 +180,8 @@ class _PlanReader:
     def _layers(self, layers: object, at: Location) -> tuple[int, ...] | None:
         if layers == "all":
             return None
+        if layers == []:
+            self._note(at, "names no layer", "all, or numbers and ranges such as [0-15, 20]")
         try:
             return from_ranges(layers if isinstance(layers, list) else [str(layers)])
         except ValueError as error:
@@ -177,9 +189,15 @@ class _PlanReader:
             return None
 
     def _fingerprint(self, data: object) -> Fingerprint | None:
+        keep = "leave it as Plan.save wrote it, or remove it whole"
+        if not isinstance(data, dict):
+            self._note(("fingerprint",), f"{shown(data)} is not a mapping; {keep}")
+            return None
+        missing = [key for key in ("model", "regions", "dtypes", "inputs", "autocast") if key not in data]
+        if missing:
+            self._note(("fingerprint",), f"has no {', '.join(missing)}; {keep}")
+            return None
         try:
-            if not isinstance(data, dict):
-                raise TypeError(f"{data!r} is not a mapping")
             self._known(data, {"model", "regions", "dtypes", "inputs", "autocast", "layout"}, ("fingerprint",))
             kinds = {layer: str(group["kind"]) for group in data["regions"] for layer in from_ranges(group["layers"])}
             return Fingerprint(
@@ -190,8 +208,8 @@ class _PlanReader:
                 autocast=None if data["autocast"] is None else str(data["autocast"]),
                 layout=None if data.get("layout") is None else str(data["layout"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            self._note(("fingerprint",), f"{error!r}; leave it as Plan.save wrote it, or remove it whole")
+        except (KeyError, TypeError, ValueError):
+            self._note(("fingerprint",), f"does not name the kind of every layer, and lists of texts; {keep}")
             return None
 
 
@@ -199,8 +217,20 @@ def _ranges_by_kind(kinds: tuple[str, ...]) -> list[tuple[str, list[str]]]:
     return [(kind, to_ranges(i for i, other in enumerate(kinds) if other == kind)) for kind in dict.fromkeys(kinds)]
 
 
+class _Representer(SafeRepresenter):
+    """Quotes texts with line breaks that other readers of YAML see, and its own writer does not."""
+
+    def represent_str(self, data: str) -> ScalarNode:
+        style = '"' if _OTHER_BREAKS & set(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+
+
 def _yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 120

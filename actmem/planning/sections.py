@@ -20,7 +20,6 @@ from actmem.config.settings import (
     COMM,
     EXCLUDE,
     FULL,
-    LAYER_FIELDS,
     LAYER_SWAP,
     OP_SWAP,
     SELECT,
@@ -63,7 +62,7 @@ def name_of(plan: str | Path | Plan) -> str:
 
 def plan_of_sections(config: RunConfig) -> Plan:
     """The plan that the sections of a sound configuration describe, as far as they are switched on."""
-    rules = (*_recompute_rules(config), *_excluding_rules(config), *_comm_rules(config), *_swap_rules(config))
+    rules = tuple(rule for rule, _ in _rules_and_settings(config))
     return Plan(_name(config), rules, prefetch=config.swap.default_prefetch, one_fate=True)
 
 
@@ -80,13 +79,10 @@ def excluded_names(config: RunConfig) -> list[Setting]:
     return [Setting(EXCLUDE, (), layers, text, (index,)) for index, text in enumerate(excluded)]
 
 
-def settings_by_name(config: RunConfig) -> dict[str, Setting]:
-    """The settings that are in effect, by the names that their rules have for a label; of several, the first."""
-    found = [*settings_in_effect(config, *LAYER_FIELDS), *excluded_names(config)]
-    by_name = {setting.name: setting for setting in reversed(found)}
-    if config.activation_swap != "none":
-        by_name[_ATTENTION] = Setting(_ATTENTION, (), (config.activation_swap,))
-    return by_name
+def settings_of_rules(config: RunConfig) -> dict[tuple[Rule, str | None], Setting]:
+    """The settings that are in effect, by their rules in the plan of the sections and the labels of those; of several
+    with equal ones, the first."""
+    return {(rule, rule.label): setting for rule, setting in reversed([*_rules_and_settings(config)])}
 
 
 def pattern_of_excluded(text: str) -> str:
@@ -105,36 +101,37 @@ def pattern_of_excluded(text: str) -> str:
     return rf"(?i)(?:.*\.)?(?:{'|'.join(names)})(?:#\d+)?"
 
 
-def _recompute_rules(config: RunConfig) -> Iterator[Rule]:
+def _rules_and_settings(config: RunConfig) -> Iterator[tuple[Rule, Setting]]:
+    """Every rule of the sections, in order, with the setting that asks for it."""
     for setting in settings_in_effect(config, SELECT):
-        yield _rule(setting, Action.RECOMPUTE, "below")
+        yield _rule(setting, Action.RECOMPUTE, "below"), setting
     for setting in settings_in_effect(config, FULL):
-        yield _rule(setting, Action.RECOMPUTE)
+        yield _rule(setting, Action.RECOMPUTE), setting
+    yield from _excluding_rules(config)
+    for setting in settings_in_effect(config, COMM):
+        yield _rule(setting, Action.RECOMPUTE, "communication"), setting
+    yield from _swap_rules(config)
 
 
-def _excluding_rules(config: RunConfig) -> Iterator[Rule]:
+def _excluding_rules(config: RunConfig) -> Iterator[tuple[Rule, Setting]]:
     layers = recomputed_layers(config)
     for setting in settings_in_effect(config, EXCLUDE):
         # Where it speaks of no recomputed layer at all, the rule stays, so that it can be told to do nothing.
         both = tuple(layer for layer in setting.layers if layer in layers) or setting.layers
-        yield replace(_rule(setting, Action.SAVE, "below"), layers=both)
+        yield replace(_rule(setting, Action.SAVE, "below"), layers=both), setting
     for setting in excluded_names(config):
-        yield replace(_rule(setting, Action.SAVE), pattern=pattern_of_excluded(setting.pattern or ""))
+        yield replace(_rule(setting, Action.SAVE), pattern=pattern_of_excluded(setting.pattern or "")), setting
 
 
-def _comm_rules(config: RunConfig) -> Iterator[Rule]:
-    for setting in settings_in_effect(config, COMM):
-        yield _rule(setting, Action.RECOMPUTE, "communication")
-
-
-def _swap_rules(config: RunConfig) -> Iterator[Rule]:
+def _swap_rules(config: RunConfig) -> Iterator[tuple[Rule, Setting]]:
     if config.activation_swap == "attention":
-        yield Rule(rf"{ATTENTION_PATTERN}\..*", Action.SWAP, label=_ATTENTION)
+        rule = Rule(rf"{ATTENTION_PATTERN}\..*", Action.SWAP, label=_ATTENTION)
+        yield rule, Setting(_ATTENTION, (), (config.activation_swap,))
     for setting in settings_in_effect(config, OP_SWAP):
-        yield _rule(setting, Action.SWAP, "below")
-    layers = _union(setting.layers for setting in settings_in_effect(config, LAYER_SWAP))
-    if layers:
-        yield Rule(WHOLE_LAYER, Action.SWAP, layers, label=LAYER_SWAP)
+        yield _rule(setting, Action.SWAP, "below"), setting
+    whole = settings_in_effect(config, LAYER_SWAP)
+    if whole:
+        yield Rule(WHOLE_LAYER, Action.SWAP, _union(each.layers for each in whole), label=LAYER_SWAP), whole[0]
 
 
 def _rule(setting: Setting, action: Action, reach: Reach = "op") -> Rule:

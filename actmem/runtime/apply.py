@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from actmem._compat import is_compiled, spread_over
-from actmem.config.loading import parse_memory, parse_sections
+from actmem.config.loading import parse_memory, parse_sections, parse_sections_and_memory
+from actmem.config.platforms import refuse_other_platforms
 from actmem.config.schema import MemoryConfig, RunConfig
-from actmem.errors import ApplyError, PlanError, PlatformError
+from actmem.errors import ApplyError, PlanError
 from actmem.graph import RegionGraph
 from actmem.planning import POLICIES, Fingerprint, Plan
 from actmem.planning.planner import Planned
@@ -144,14 +145,17 @@ def apply(
         plan = plan.plan
     if isinstance(plan, RunConfig) and memory is None:
         memory = plan.memory
-    settings = memory if isinstance(memory, MemoryConfig) else parse_memory(memory or {})
     found = _find(model, regions)
     if layers is not None and len(layers) != len(found):
         raise ApplyError(
             f"{len(layers)} layer numbers are given for the {len(found)} regions of {type(model).__name__}"
         )
-    if isinstance(plan, Mapping):
-        plan = parse_sections(plan, len(found) if layers is None else None)
+    num_layers = len(found) if layers is None else None
+    if isinstance(plan, Mapping) and not isinstance(memory, MemoryConfig):
+        plan, settings = parse_sections_and_memory(plan, num_layers, memory or {})
+    else:
+        plan = parse_sections(plan, num_layers) if isinstance(plan, Mapping) else plan
+        settings = memory if isinstance(memory, MemoryConfig) else parse_memory(memory or {})
     if isinstance(plan, RunConfig):
         return _apply_config(model, plan, found, settings, layers)
     return _apply_plan(model, plan, found, settings, layers)
@@ -164,10 +168,7 @@ def _apply_config(
     memory: MemoryConfig,
     layers: Sequence[int] | None,
 ) -> Applied:
-    if config.platform != "torch":
-        raise PlatformError(
-            f"platform: {config.platform} is not supported; actmem runs on torch alone: platform: torch"
-        )
+    refuse_other_platforms(config)
     plan = plan_of(config)
     if config.activation_swap == "none":
         return _apply_plan(model, plan, regions, memory, layers)

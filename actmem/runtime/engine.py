@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Hashable, Iterator, Set
+from collections.abc import Hashable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -52,6 +52,9 @@ class RuleSource(Protocol):
     def rules(self, layer: int, graph: RegionGraph) -> tuple[Rule, ...]:
         """The rules for one layer, whose last call did what `graph` says."""
 
+    def joined(self, asked: Mapping[int, tuple[Rule, ...]]) -> tuple[Rule, ...]:
+        """The rules of several layers, as `rules` gave them, in one plan."""
+
 
 class PlanRules:
     """Rules from a plan."""
@@ -79,6 +82,10 @@ class PlanRules:
         """The plan's rules for this layer."""
         return self.plan.rules_for(layer)
 
+    def joined(self, asked: Mapping[int, tuple[Rule, ...]]) -> tuple[Rule, ...]:
+        """The plan's own rules, as they stand there, that speak of any of these layers."""
+        return tuple(rule for rule in self.plan.rules if any(map(rule.applies_to, asked)))
+
 
 class PolicyRules:
     """Rules made by a policy on each region's own graph."""
@@ -101,6 +108,15 @@ class PolicyRules:
     def rules(self, layer: int, graph: RegionGraph) -> tuple[Rule, ...]:
         """What the policy makes of this graph."""
         return self._policy(graph)
+
+    def joined(self, asked: Mapping[int, tuple[Rule, ...]]) -> tuple[Rule, ...]:
+        """The rules of each group of layers that have equal ones."""
+        layers_of: dict[tuple[Rule, ...], list[int]] = {}
+        for layer, rules in sorted(asked.items()):
+            layers_of.setdefault(rules, []).append(layer)
+        if len(layers_of) == 1:
+            return next(iter(layers_of))
+        return tuple(replace(rule, layers=tuple(layers)) for rules, layers in layers_of.items() for rule in rules)
 
 
 class Engine:
@@ -137,17 +153,8 @@ class Engine:
 
     def plan(self, made_for: Fingerprint) -> Plan:
         """The rules of all layers called so far as one plan."""
-        layers_of: dict[tuple[Rule, ...], list[int]] = {}
-        for layer, rules in sorted(self._asked.items()):
-            layers_of.setdefault(rules, []).append(layer)
-        everywhere = len(layers_of) == 1
-        joined = [
-            replace(rule, layers=None if everywhere else tuple(layers))
-            for rules, layers in layers_of.items()
-            for rule in rules
-        ]
         fingerprint = replace(made_for, inputs=self.inputs, autocast=self.autocast)
-        return Plan(self.source.name, tuple(joined), fingerprint, self.source.prefetch)
+        return Plan(self.source.name, self.source.joined(self._asked), fingerprint, self.source.prefetch)
 
     def verifies(self, *, first: bool) -> bool:
         """Whether a call compares hashes; `first`: it is the region's first with these shapes."""

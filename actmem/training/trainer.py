@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from actmem.config.platforms import refuse_other_platforms
 from actmem.config.schema import DataConfig, RunConfig
 from actmem.errors import CheckpointError, DataError, NonFiniteError
 from actmem.models.building import build_model, model_fields
@@ -79,6 +80,7 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
     `ConfigError` for sections that recompute and swap one op and for tiers that are too small, `SwapError` for a
     swapped value that cannot be read back, and `NonFiniteError` for a loss or gradient that is not finite.
     """
+    refuse_other_platforms(config)
     refuse_clashing_sections(config)
     directory = RunDirectory(config.train.output_dir)
     with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -63,9 +64,56 @@ def test_an_op_that_only_this_model_has_cannot_be_recomputed_and_swapped(config:
 
 
 def test_an_overlap_is_told_once_where_the_text_alone_shows_it(config: Path) -> None:
-    code, told = check(config, GELU.replace("gelu", "up_proj"))
+    code, told = check(config, GELU.replace(".*gelu", r"mlp\.up_proj"))
     assert code == 2
     assert [fault["path"] for fault in told["faults"]] == ["swap.op_swap[1].layers"]
+
+
+SELECT = "recompute: {mode: select, select_module: {'%s': [0-1]}}\n"
+COMM = "recompute_comm: {enable: true, select_module: {'%s': [0-1]}}\n"
+SWAPPED = "swap: {enable: true, op_swap: [{op_name: '%s', layers: [0]}]}\n"
+TENSOR_PARALLEL = "parallel={tp_size: 2}"
+SEQUENCE_PARALLEL = "parallel={tp_size: 2, sequence_parallel: true}"
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "where"),
+    [
+        (SELECT % ".*gelu" + SWAPPED % ".*mlp", "", "mlp.act_fn.gelu in layer 0"),
+        (SELECT % ".*mlp" + SWAPPED % ".*up_proj", "", "mlp.up_proj.t in layer 0"),
+        (SELECT % ".*q_proj" + "activation_swap: attention\n", "", "self_attn.q_proj.t in layers 0-1"),
+        (SELECT % ".*q_proj" + SWAPPED % ".*addmm", "model.config.attention_bias=true", "q_proj.addmm in layer 0"),
+        (
+            SELECT % ".*_layernorm" + SWAPPED % ".*_to_copy",
+            "model.dtype=bfloat16",
+            "input_layernorm._to_copy in layer 0",
+        ),
+        (SELECT % ".*mlp" + SWAPPED % ".*reduce_scatter.*", SEQUENCE_PARALLEL, "mlp.reduce_scatter_tensor in layer 0"),
+        (COMM % r".*\.AllReduce" + SWAPPED % ".*mlp", TENSOR_PARALLEL, "mlp.all_reduce in layer 0"),
+        (COMM % ".*" + SWAPPED % ".*wait_tensor", TENSOR_PARALLEL, "self_attn.wait_tensor in layer 0"),
+        (
+            COMM % r".*\.all_gather" + "activation_swap: attention\n",
+            SEQUENCE_PARALLEL,
+            "self_attn.all_gather_into_tensor in layers 0-1",
+        ),
+    ],
+)
+def test_what_two_settings_do_to_one_op_is_found_in_the_model(
+    config: Path, text: str, override: str, where: str
+) -> None:
+    code, told = check(config, text, *filter(None, [override]))
+    (fault,) = told["faults"]
+    assert (code, fault["path"].partition(".")[0]) == (2, "swap" if "op_swap" in text else "activation_swap")
+    assert "is also recomputed, by recompute" in fault["problem"] and where in fault["problem"]
+    with pytest.raises(ConfigError, match=re.escape(where)):
+        train(load_config(config, [*filter(None, [override]), "train.output_dir=out"]), progress=False)
+    assert not Path("out").exists()
+
+
+def test_what_would_overlap_in_another_model_alone_is_no_fault(config: Path) -> None:
+    """Only norms cast in bfloat16; in another model linears may."""
+    code, told = check(config, SELECT % ".*_to_copy" + SWAPPED % "mlp", "model.dtype=bfloat16")
+    assert (code, told["faults"]) == (0, [])
 
 
 def test_training_refuses_it_before_anything_is_touched(config: Path, tmp_path: Path) -> None:
@@ -118,7 +166,7 @@ IDLE: list[tuple[str, str, str, str, str]] = [
     (select("'.*mpl': [0-1]"), "", "recompute.select_module['.*mpl']", "'.*mpl", "matches no module and no op"),
     (select("mlp: [0], input: [0]"), "", "recompute.select_module['input']", "input:", f"{FREES} is the layer's input"),
     (
-        select("mlp: [0]", "  full_recompute_layer: [0-1]\n"),
+        select("mlp: [0]", "  exclude_op: {mlp: [0]}\n"),
         "",
         "recompute.select_module['mlp']",
         "mlp: [0]",
@@ -152,6 +200,9 @@ IDLE: list[tuple[str, str, str, str, str]] = [
     (OPS % "input", "", "", "", ""),
     (OPS % "input" + select("mlp: [0]"), "", "", "", ""),
     (FULL % "[mm, MM]", "", "", "", ""),
+    (select("mlp: [0]", "  full_recompute_layer: [0-1]\n"), "", "", "", ""),
+    (select(r"mlp: [0-1], 'mlp\.act_fn': [0-1]"), "", "", "", ""),
+    (select(r"'mlp\.act_fn': [0-1], mlp: [0-1]"), "", "", "", ""),
     (select("mlp: [0]", "  exclude_op: [gelu]\n"), "", "", "", ""),
     ("activation_swap: attention\n", "", "", "", ""),
     ("policy: selective\n", "", "", "", ""),
@@ -223,8 +274,54 @@ def test_of_a_pipeline_each_rank_is_judged_by_its_own_layers(config: Path) -> No
 def test_communication_is_not_missed_where_it_comes_with_the_ranks(config: Path) -> None:
     again = r"recompute_comm: {enable: true, select_module: {'.*\.all_gather': [0-3]}}"
     assert check(config, again)[0] == 1
-    assert check(config, again, "parallel.tp_size=2")[0] == 0
-    assert check(config, again.replace("gather", "gathre"), "parallel.tp_size=2")[0] == 1
+    assert check(config, again, SEQUENCE_PARALLEL)[0] == 0
+    assert check(config, again.replace("gather", "gathre"), SEQUENCE_PARALLEL)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "pattern", "words"),
+    [
+        (SEQUENCE_PARALLEL, "all_gather", "matches no"),  # no such op in the layer itself
+        (SEQUENCE_PARALLEL, ".*all_to_all", "matches no"),  # a dense model has none
+        (TENSOR_PARALLEL, r".*\.all_gather", "matches no"),  # without sequence_parallel there is all_reduce alone
+        (TENSOR_PARALLEL, r".*\.all_reduce", "is not saved"),
+        (SEQUENCE_PARALLEL, ".*wait_tensor", "is a view"),
+    ],
+)
+def test_communication_that_is_not_recomputed_on_many_ranks_is_told(
+    config: Path, layout: str, pattern: str, words: str
+) -> None:
+    text = f"recompute_comm: {{enable: true, select_module: {{'{pattern}': [0-3]}}}}\n"
+    code, told = check(config, text, layout)
+    (warning,) = told["warnings"]
+    assert code == 1
+    assert words in warning["problem"]
+    assert check(config, text, layout, "memory.strict_matching=true")[0] == 2
+
+
+def test_an_excluded_collective_is_not_mixed_up_with_the_wait_for_another(config: Path) -> None:
+    code, told = check(config, FULL % "[AllToAll, AllReduce]", TENSOR_PARALLEL)
+    assert code == 1
+    assert told["warnings"][0]["path"] == "recompute.exclude_op['AllToAll']"
+
+
+def test_each_of_two_entries_with_one_pattern_is_told_of_in_its_place(config: Path) -> None:
+    entries = "  - {op_name: mpl, layers: [2]}\n  - {op_name: mpl, layers: [0]}\n"
+    code, told = check(config, f"swap:\n  enable: true\n  op_swap:\n{entries}")
+    assert code == 1
+    assert [(each["line"], each["problem"]) for each in told["warnings"]] == [
+        (8, "matches no module and no op in layer 2"),
+        (9, "matches no module and no op in layer 0"),
+    ]
+
+
+def test_each_of_two_entries_with_one_pattern_overlaps_in_its_place(config: Path) -> None:
+    entries = "  - {op_name: '.*gelu', layers: [2]}\n  - {op_name: '.*gelu', layers: [0]}\n"
+    code, told = check(config, f"swap:\n  enable: true\n  op_swap:\n{entries}" + SELECT % ".*mlp")
+    assert code == 2
+    assert [(each["line"], each["problem"]) for each in told["faults"]] == [
+        (9, "is also recomputed, by recompute.select_module '.*mlp': mlp.act_fn.gelu in layer 0"),
+    ]
 
 
 def test_a_pattern_without_a_match_is_told_once(config: Path) -> None:

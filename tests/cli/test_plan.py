@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from actmem.cli import main
 from actmem.config.loading import load_config
+from actmem.errors import PlatformError
 from actmem.models.building import build_model
 from actmem.planning import Plan
 from actmem.planning.sections import plan_of
@@ -127,3 +128,12 @@ def test_what_cannot_be_written_is_an_error_without_a_traceback(
         main.run()
     assert ended.value.code == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("way", ["recompute: {mode: full, full_recompute_layer: [0]}", "memory_budget: 1GiB"])
+@pytest.mark.parametrize("command", [["plan", "-o", "plan.yaml"], ["explain"]], ids=["plan", "explain"])
+def test_there_is_no_plan_for_another_platform(config: Path, way: str, command: list[str]) -> None:
+    config.write_text(f"{HEAD}platform: mindspore\n{way}\n")
+    result = CliRunner().invoke(main.app, [*command, str(config)])
+    assert isinstance(result.exception, PlatformError)
+    assert not Path("plan.yaml").exists()

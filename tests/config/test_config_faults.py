@@ -212,7 +212,19 @@ def test_aliases_of_aliases_do_not_grow_without_bound() -> None:
     levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 30)]
     lines = ["model:", "  name: qwen3-tiny", "  config:", "    l0: &l0 [x]", *(f"    {level}" for level in levels)]
     text = "\n".join([*lines, "data: {path: [*l29]}"])
-    assert only_fault(text).path == "data.path[0]"
+    assert only_fault(text).problem.startswith("stands for more than 100000 values")
+
+
+def test_an_answer_is_no_longer_for_aliases_of_aliases() -> None:
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 4)]
+    text = SOUND + "\n".join(["l0: &l0 [x]", *levels, "activation_swap: *l3", ""])
+    assert all(len(str(fault)) < 1000 for fault in faults_of(text))
+
+
+def test_a_key_that_is_a_number_neither_hides_nor_adds_faults() -> None:
+    faults = faults_of(SOUND + "recompute: {mode: select, select_module: {1: [9999]}}\n")
+    assert [fault.path for fault in faults] == ["recompute.select_module", "recompute.select_module.1[0]"]
+    assert "beyond the last layer" in faults[1].problem
 
 
 def test_what_could_not_be_read_has_no_second_fault_where_an_alias_repeats_it() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actmem.config.loading import parse_config
+from actmem.config.loading import parse_config, parse_sections, parse_sections_and_memory
 from actmem.config.rules import idle_settings
 from actmem.errors import ConfigError
 
@@ -131,7 +131,7 @@ swap:
   op_swap:
     - {op_name: '.*mlp', layers: [0, x]}
     - {op_name: 3, layers: [0]}
-    - {op_name: '.*up_proj', layers: [0]}
+    - {op_name: 'mlp\\.up_proj', layers: [0]}
     - {op_name: mlp, layers: [9], typo: 1}
   layer_swap: [{}, [0], {layers: [0]}, {layers: [3]}]
 """
@@ -203,3 +203,20 @@ policy: full
         (8, "train"),
         (8, "train"),
     ]
+
+
+def test_the_default_prefetch_may_be_written_out_for_one_layer_while_swap_is_off() -> None:
+    model = "model: {name: qwen3-tiny, config: {num_hidden_layers: 1}}\n"
+    parse_config(model + DATA + "swap: {enable: false, default_prefetch: 1}\n")
+    assert [path for path, *_ in found(model + DATA + "swap: {default_prefetch: 2}\n")] == ["swap.default_prefetch"]
+
+
+def test_in_python_an_unknown_section_or_a_faulty_setting_of_memory_hides_no_other_fault() -> None:
+    sections = {"recompute": {"mode": "fulll"}, "swap": {"layer_swap": [{"layers": [9]}]}, "swaps": {}}
+    with pytest.raises(ConfigError) as caught:
+        parse_sections(sections, 4)
+    paths = ["swaps", "recompute.mode", "swap.layer_swap[0].layers[0]"]
+    assert [fault.path for fault in caught.value.faults] == paths
+    with pytest.raises(ConfigError) as caught:
+        parse_sections_and_memory(sections, 4, {"tier": "moon"})
+    assert [fault.path for fault in caught.value.faults] == [*paths, "memory.tier"]

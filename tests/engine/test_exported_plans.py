@@ -9,6 +9,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import actmem
+from actmem.config.schema import ModelConfig
+from actmem.models.building import build_model
 
 SHAPE = {
     "vocab_size": 64,
@@ -109,3 +111,19 @@ def test_torchs_own_ways_refuse_a_key_value_cache(policy: str) -> None:
     model.config.use_cache = True
     with actmem.apply(model, policy), pytest.raises(actmem.ApplyError, match="use_cache = False"):
         step(model)
+
+
+MIXTURE = ModelConfig(name="qwen3-moe-tiny", config={"mlp_only_layers": [0], "num_hidden_layers": 2, "vocab_size": 64})
+
+
+@pytest.mark.parametrize("pattern", ["mlp", r"mlp\.gate_proj"])  # the second layer has no gate_proj
+def test_the_plan_in_force_is_as_strict_as_the_sections_it_came_from(pattern: str, tmp_path: Path) -> None:
+    model = build_model(MIXTURE, seed=0)
+    select = {"mode": "select", "select_module": {pattern: ["0-1"]}, "full_recompute_layer": [1]}
+    held = []
+    for plan in ({"recompute": select}, tmp_path / "plan.yaml"):
+        with actmem.apply(model, plan, memory={"strict_matching": True}) as applied:
+            model(input_ids=torch.zeros((1, 16), dtype=torch.int64), use_cache=False).logits.sum().backward()
+            applied.plan.save(tmp_path / "plan.yaml")
+            held.append(applied.stats.held_bytes)
+    assert held[0] == held[1]

@@ -36,7 +36,7 @@ IDLE = [
         r"recompute.select_module 'mlp\\.down_proj' in layers 0 frees 0 bytes: .*is a view.*is not saved",
     ),
     (
-        {"recompute": {"mode": "select", "select_module": {"mlp": [0]}, "full_recompute_layer": [0]}},
+        recompute(SELECT, exclude_op={"mlp": [0]}),
         "recompute.select_module 'mlp' in layers 0 frees 0 bytes: what it matches is decided by a later rule",
     ),
 ]
@@ -63,6 +63,9 @@ def test_invariant_13_an_idle_setting_is_told_as_it_was_written_and_why(
         recompute(FULL, exclude_op=["mm", "m"]),
         recompute(FULL, exclude_op={"mlp": [0, 1]}),
         recompute(SELECT, exclude_op=["silu"]),
+        recompute(SELECT, full_recompute_layer=[0]),
+        recompute(SELECT, select_module={"mlp": [0], r"mlp\.act_fn": [0]}),
+        recompute(SELECT, select_module={r"mlp\.act_fn": [0], "mlp": [0]}),
     ],
     ids=str,
 )

@@ -313,3 +313,11 @@ def test_a_budget_changes_no_number_and_outlives_a_stop(
     plans = [each.plan for each in read_metrics(resumed.metrics) if isinstance(each, StartRecord)]
     assert plans == ["auto@90%", "auto@90%"]
     assert numbers_of(resumed) == numbers_of(unplanned)
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_another_platform_is_refused_before_anything_is_touched(make_config: MakeConfig, budget: str | None) -> None:
+    config = make_config().model_copy(update={"platform": "mindspore", "memory_budget": budget})
+    with pytest.raises(NotImplementedError, match="mindspore"):
+        trained(config)
+    assert not config.train.output_dir.exists()
