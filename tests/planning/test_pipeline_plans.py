@@ -38,10 +38,9 @@ def planner_of(schedule: str = "1F1B", ranks: int = 2) -> PipelinePlanner:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("share", [0.8, 0.6])
-def test_a_budget_holds_on_every_rank(schedule: str, share: float) -> None:
+def test_a_budget_holds_on_every_rank(schedule: str) -> None:
     planner = planner_of(schedule)
-    found = planner.within(share)
+    found = planner.within(0.6)
     for rank, alone in zip(found.simulation.ranks, found.ranks, strict=True):
         assert rank.peak_bytes <= alone.budget_bytes
     # what is written down is what was simulated
