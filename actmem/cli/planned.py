@@ -85,12 +85,14 @@ def rules_on(run: RunConfig, model: PreTrainedModel, graph: Graph | None) -> Rul
 
 def rules_of(run: RunConfig, model: PreTrainedModel) -> RuleSource:
     """The rules of the policy, plan file or sections of `run`. Raises `PlanError` for a plan that was made for another
-    model than `model`."""
+    model than `model`, or for another layout."""
     from actmem.planning.sections import plan_of
     from actmem.runtime import apply
     from actmem.runtime.apply import rule_source
+    from actmem.training.traced import laid_out_model
 
     plan = plan_of(run)
     if isinstance(plan, Path):
-        apply(model, plan).remove()  # refuses a plan that was made for another model
+        with laid_out_model(run, model) as part:
+            apply(part, plan).remove()  # refuses a plan that was made for another model
     return rule_source(plan)

@@ -39,7 +39,7 @@ def trace_run(config: RunConfig, model: PreTrainedModel | None = None) -> Graph:
     No weight is made or read: `model` is on the meta device, as `build_shapes` gives it, which is what is taken without
     one. Raises `ModelError`, `ApplyError` and `LayoutError`.
     """
-    with _laid_out(config, model or shapes_of(config), None) as laid_out:
+    with laid_out_model(config, model or shapes_of(config), None) as laid_out:
         return trace_layers(laid_out, _batch(config), loss=loss_of(config.model.loss))
 
 
@@ -47,7 +47,7 @@ def trace_step(config: RunConfig, model: PreTrainedModel | None = None, *, mesh:
     """As `trace_run`, with the backward passes and everything outside the layers; not for a pipeline. `mesh` is that of
     the run, where this process is in it already."""
     assert config.parallel.pp_size == 1, "a pipeline has a graph for each stage"
-    with _laid_out(config, model or shapes_of(config), mesh) as laid_out:
+    with laid_out_model(config, model or shapes_of(config), mesh) as laid_out:
         return trace(laid_out, _batch(config), loss=loss_of(config.model.loss), sharding=sharding_of(config.parallel))
 
 
@@ -143,8 +143,9 @@ def sharding_of(parallel: ParallelConfig) -> Sharding:
 
 
 @contextmanager
-def _laid_out(config: RunConfig, model: PreTrainedModel, mesh: Mesh | None) -> Iterator[PreTrainedModel]:
-    """The model as one rank has it, in the contexts that its passes run in."""
+def laid_out_model(config: RunConfig, model: PreTrainedModel, mesh: Mesh | None = None) -> Iterator[PreTrainedModel]:
+    """A model on the meta device as one rank has it, in the contexts that its passes run in; `model` itself is left as
+    it is. Of a pipeline it has the layers of all stages. Raises `LayoutError`."""
     parallel = config.parallel
     casting = torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.train.autocast is not None)
     if parallel.tp_size == parallel.ep_size == 1:

@@ -137,3 +137,16 @@ def test_there_is_no_plan_for_another_platform(config: Path, way: str, command: 
     result = CliRunner().invoke(main.app, [*command, str(config)])
     assert isinstance(result.exception, PlatformError)
     assert not Path("plan.yaml").exists()
+
+
+def test_a_plan_is_for_one_layout(config: Path) -> None:
+    """What it was made under is found again by `check`, and another layout is refused with the difference."""
+    dense = HEAD.replace("qwen3-moe-tiny, config: {mlp_only_layers: [2], vocab_size: 300}", "qwen3-tiny")
+    config.write_text(dense + "parallel: {tp_size: 2}\npolicy: selective\n")
+    assert CliRunner().invoke(main.app, ["plan", str(config), "-o", "tp.yaml"]).exit_code == 0
+    assert Plan.load("tp.yaml").fingerprint.layout == "tp 2"  # type: ignore[union-attr]
+    for size, code in ((2, 0), (1, 2)):
+        config.write_text(dense + f"parallel: {{tp_size: {size}}}\nplan: tp.yaml\n")
+        found = CliRunner().invoke(main.app, ["check", str(config)])
+        assert found.exit_code == code, found.output
+    assert "layout: plan tp 2, model none" in found.output
