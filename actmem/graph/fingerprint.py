@@ -45,6 +45,4 @@ class Fingerprint:
 
 
 def _plain(value: object) -> str:
-    if value is None:
-        return "none"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
