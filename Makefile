@@ -15,7 +15,7 @@ demo: $(STAMP)  ## train a small model under several policies, side by side
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)  ## run all tests, on two processes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)  ## lint, formatting and types
 	$(BIN)/ruff check

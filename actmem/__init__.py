@@ -27,6 +27,7 @@ from actmem.errors import (
     NonFiniteError,
     PlanError,
     PlatformError,
+    RankError,
     ReplayMismatchError,
     SwapError,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "PlanError",
     "Planned",
     "PlatformError",
+    "RankError",
     "ReplayMismatchError",
     "Rule",
     "Stats",

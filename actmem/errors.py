@@ -6,7 +6,8 @@
     ├── PlanError (ValueError)           a plan that is malformed, or made for another model or shape
     ├── PlatformError (NotImplementedError)  a platform other than torch
     ├── ApplyError (ValueError)          a model that a plan cannot be applied to
-    ├── LayoutError (ValueError)        a model that cannot be laid out over the ranks there are
+    ├── LayoutError (ValueError)         a model that cannot be laid out over the ranks there are
+    ├── RankError (RuntimeError)         a process that the others waited for in vain
     ├── ModelError (ValueError)          a model that cannot be built or loaded
     ├── DataError (ValueError)           a corpus or tokenizer that cannot be used
     ├── CheckpointError (ValueError)     a checkpoint that cannot be written, read or resumed
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class ActmemError(Exception):
@@ -67,6 +69,10 @@ class ConfigError(ActmemError, ValueError):
         head = f"{len(self.faults)} {noun} in {source or 'the configuration'}"
         super().__init__("\n  ".join([f"{head}:", *map(str, self.faults)]))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As other processes hear of it."""
+        return type(self), (self.faults, self.source)
+
 
 class HardwareError(ConfigError):
     """A device that is not known, or a profile of one that cannot be true, be read or be written."""
@@ -91,6 +97,10 @@ class PlatformError(ActmemError, NotImplementedError):
 
 class LayoutError(ActmemError, ValueError):
     """A model that cannot be laid out over the ranks there are, or not in that order."""
+
+
+class RankError(ActmemError, RuntimeError):
+    """A process of the run that the others waited for in vain."""
 
 
 class ModelError(ActmemError, ValueError):

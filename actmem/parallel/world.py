@@ -22,6 +22,7 @@ from torch import Tensor, distributed
 from actmem.config.schema import RunConfig
 from actmem.errors import ActmemError, ConfigError, Fault, LayoutError
 from actmem.parallel.mesh import Mesh, build_mesh
+from actmem.parallel.roll_call import called
 
 Said = TypeVar("Said")
 _PACKAGES = ("torch", "transformers", "safetensors")
@@ -103,8 +104,8 @@ def _result_or_error(work: Callable[[], Said]) -> Said | ActmemError:
 def join(config: RunConfig, device: torch.device) -> Iterator[World]:
     """The world of a run, from what ``torchrun`` told this process; left when the block ends.
 
-    Raises `ConfigError` where another number of processes was started than the section `parallel` is for, and
-    `LayoutError` where the processes differ in configuration or packages.
+    Raises `ConfigError` where another number of processes was started than the section `parallel` is for, `LayoutError`
+    where the processes differ in configuration or packages, and `RankError` for one that the others waited for in vain.
     """
     sizes, size = config.parallel, int(os.environ.get("WORLD_SIZE", "1"))
     refuse_other_number(config, size)
@@ -118,7 +119,8 @@ def join(config: RunConfig, device: torch.device) -> Iterator[World]:
     try:
         refuse_differences(_description(config))
         world = World(build_mesh(sizes, device.type), device, distributed.get_rank(), size)
-        yield world
+        with called(distributed.distributed_c10d._get_default_store(), world.rank, size):
+            yield world
     finally:
         distributed.destroy_process_group()
 

@@ -178,13 +178,15 @@ class _Trainer:
         settings = self.config.train
         with MetricsLog(self.directory.metrics, step=self.step) if self.world.is_first else nullcontext() as metrics:
             self._write(metrics, self._start_record())
-            while self.step < settings.steps and not self._is_stopped(stop):
+            stopped = self._is_stopped(stop)
+            while self.step < settings.steps and not stopped:
                 record = self._take_step()
                 self._write(metrics, record)
                 self.progress.show(record)
                 if self.held_out and self._is_due(settings.eval_every):
                     self._write(metrics, self._evaluate())
-                if self._is_due(settings.checkpoint_every) or self._is_stopped(stop):
+                stopped = self._is_stopped(stop)  # asked once a step: what ends the run is what saves it
+                if self._is_due(settings.checkpoint_every) or stopped:
                     self.checkpoint = self.checkpoints.save(self.step, self.sequences.position())
 
     def _write(self, metrics: MetricsLog | None, record: Record) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from actmem.training.metrics import StepRecord, read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch")]
+pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = REPOSITORY / "actmem" / "runtime"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +17,8 @@ from planned_runs import (
     tiny_qwen3,
     token_batch,
 )
-from torch import Tensor, distributed, multiprocessing, nn
+from process_groups import run_ranks
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -37,7 +35,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actmem import Action, Plan, Rule
-from actmem._compat import end_process
 from actmem.runtime import NoEffectWarning, apply
 
 WORLD_SIZE = 2
@@ -230,12 +227,8 @@ def accumulate_without_sync(policy: str | None, rank: int) -> list[Step]:
     return steps
 
 
-def work(rank: int, port: int, directory: str) -> None:
+def work(rank: int, directory: Path) -> None:
     """All of it in one pair of processes; what comes of each case is left in a file."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    address = f"tcp://127.0.0.1:{port}"
-    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD_SIZE)
     for wrap, policies in CASES.items():
         for policy in (None, *policies):
             save(steps_of, directory, f"{wrap.__name__}-{policy}-{rank}", wrap, policy, rank)
@@ -243,46 +236,22 @@ def work(rank: int, port: int, directory: str) -> None:
         save(steps_of, directory, f"sequence_parallel-{name}-{rank}", sequence_parallel, plan, rank)
     for policy in (None, *FEW):
         save(accumulate_without_sync, directory, f"accumulation-{policy}-{rank}", policy, rank)
-    distributed.destroy_process_group()
-    end_process(0)
 
 
-def save(run: Callable[..., Any], directory: str, name: str, *args: Any) -> None:
+def save(run: Callable[..., Any], directory: Path, name: str, *args: Any) -> None:
     """An error is a result too; both ranks run into it alike, so neither waits for the other."""
     try:
         result = run(*args)
     except Exception as error:  # noqa: BLE001
         result = f"{type(error).__name__}: {error}"
-    torch.save(result, Path(directory, name))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for(path: Path, limit_s: float = 300) -> None:
-    end = time.monotonic() + limit_s
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not come"
-        time.sleep(0.1)
+    torch.save(result, directory / name)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """One pair of processes for all tests, those on other pytest workers included."""
-    base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
-    try:
-        directory.mkdir()
-    except FileExistsError:
-        wait_for(directory / "done")
-    else:
-        try:
-            multiprocessing.spawn(work, args=(free_port(), str(directory)), nprocs=WORLD_SIZE)
-        finally:
-            (directory / "done").touch()
+    """One pair of processes for all tests."""
+    directory = tmp_path_factory.mktemp("ranks")
+    run_ranks(work, WORLD_SIZE, directory)
 
     def read(name: str) -> Any:
         result = torch.load(directory / name, weights_only=False)

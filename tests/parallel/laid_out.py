@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from actmem import Action, Plan, Rule
-from actmem._compat import end_process
 from actmem.parallel import Mesh, MeshSizes, build_mesh, clip_gradients, lay_out_model, shard_data, shard_tensors
 from actmem.parallel.pipeline import cut
 from actmem.runtime import Applied, apply
@@ -108,7 +105,7 @@ PLANS: dict[str, str | Plan] = {
 }
 LATE = "full, applied last"
 PLANNED_LAST = ("ddp", "fsdp2", "tp-sp", "ep", "fsdp2-tp-moe", "fsdp2-ep-eager")
-MEMORY = {"tier": "disk", "min_swap_bytes": 0, "verify": "always"}
+MEMORY = {"tier": "disk", "min_swap_bytes": 0}
 
 
 @dataclass(frozen=True)
@@ -299,18 +296,9 @@ def _said(function: Any, *args: Any) -> str:
     return ""
 
 
-def work(rank: int, num_ranks: int, port: int, directory: str) -> None:
+def work(rank: int, num_ranks: int, directory: Path) -> None:
     """All cases of this many ranks in one group of processes; each leaves what came of them in a file."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=timedelta(seconds=60),
-    )
     results: dict[Any, Any] = {"refusals": _caught(refusals)} if num_ranks == 2 else {}
     for name, case in CASES[num_ranks].items():
         results[name, "none"] = _caught(run_on_rank, case, None)
@@ -318,9 +306,7 @@ def work(rank: int, num_ranks: int, port: int, directory: str) -> None:
             results[name, plan_name] = _caught(run_on_rank, case, plan)
         if name in PLANNED_LAST:
             results[name, LATE] = _caught(functools.partial(run_on_rank, late=True), case, "full")
-    torch.save(results, Path(directory, f"{num_ranks}-{rank}"))
-    distributed.destroy_process_group()
-    end_process(0)
+    torch.save(results, directory / f"{num_ranks}-{rank}")
 
 
 def _caught(function: Any, *args: Any) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,41 +11,20 @@ import pytest
 import torch
 from laid_out import CASES, LATE, PLANNED_LAST, PLANS, Outcome, run_alone, work
 from planned_runs import assert_same_steps
-from torch import Tensor, multiprocessing
+from process_groups import run_ranks
+from torch import Tensor
 
 NAMES = [(num_ranks, name) for num_ranks, cases in CASES.items() for name in cases]
 
 pytestmark = pytest.mark.slow
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for(path: Path, limit_s: float = 300) -> None:
-    end = time.monotonic() + limit_s
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not come"
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of one group of processes per number of ranks, for all pytest workers."""
-    base = tmp_path_factory.getbasetemp()
-    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "layouts"
-    try:
-        path.mkdir()
-    except FileExistsError:
-        wait_for(path / "done")
-        return path
-    try:
-        for num_ranks in CASES:
-            multiprocessing.spawn(work, args=(num_ranks, free_port(), str(path)), nprocs=num_ranks)
-    finally:
-        (path / "done").touch()
+    """Results of one group of processes per number of ranks."""
+    path = tmp_path_factory.mktemp("layouts")
+    for num_ranks in CASES:
+        run_ranks(work, num_ranks, num_ranks, path)
     return path
 
 

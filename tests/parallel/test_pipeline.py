@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import gc
-import socket
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from process_groups import run_ranks
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from actmem import Action, Plan, Rule
-from actmem._compat import end_process
 from actmem.config.schema import ModelConfig, ParallelConfig, ScheduleName
 from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
 from actmem.models.building import build_model
@@ -26,7 +24,7 @@ from actmem.runtime import apply
 from actmem.runtime.pipeline import PipelineSwaps
 from actmem.runtime.swap.counters import SwapCounters
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]
+pytestmark = pytest.mark.slow
 
 SCHEDULES: tuple[ScheduleName, ...] = (
     "GPipe",
@@ -100,7 +98,7 @@ def run(rank: int, schedule: ScheduleName, family: str, plan: str | Plan | None)
     model = build_model(ModelConfig(config=FAMILIES[family]), seed=0)
     modules = {index: cut(model, *ends[index]) for index in mine}
     stages = nn.ModuleList(modules.values())
-    memory = {"tier": "disk", "min_swap_bytes": 0, "verify": "always"}
+    memory = {"tier": "disk", "min_swap_bytes": 0}
     layers = layers_here([ends[index] for index in mine])
     applied = None if plan is None else apply(stages, plan, memory=memory, layers=layers)
     last: Any = modules.get(num_stages(parallel) - 1)
@@ -150,16 +148,11 @@ def alone(family: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     return losses, gradients
 
 
-def work(rank: int, port: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def work(rank: int, directory: Path) -> None:
     outcomes = {}
     for schedule, family, plan in CASES:
         outcomes[schedule, family, plan] = run(rank, schedule, family, None if plan is None else PLANS[plan])
-    torch.save(outcomes, Path(directory, str(rank)))
-    distributed.destroy_process_group()
-    end_process(0)
+    torch.save(outcomes, directory / str(rank))
 
 
 Outcomes = list[dict[tuple[str, str, str | None], Outcome]]
@@ -168,10 +161,7 @@ Outcomes = list[dict[tuple[str, str, str | None], Outcome]]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     directory = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    multiprocessing.spawn(work, args=(port, str(directory)), nprocs=2)
+    run_ranks(work, 2, directory)
     return [torch.load(directory / str(rank), weights_only=False) for rank in range(2)]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from process_groups import run_ranks
+from torch import Tensor, distributed, nn
 
-from actmem._compat import end_process
 from actmem.config.loading import parse_config
 from actmem.config.schema import RunConfig
 from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
@@ -34,7 +32,7 @@ from actmem.training.loss import next_token_loss, plain, states_loss
 from actmem.training.packing import Batch
 from actmem.training.traced import trace_pipeline, trace_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("many ranks")]
+pytestmark = pytest.mark.slow
 
 NUM_MICROBATCHES, LENGTH, HIDDEN, NUM_LAYERS = 6, 64, 64, 8
 FIELDS = {
@@ -135,10 +133,7 @@ def spread_step(layout: str, policy: str, stack: ExitStack) -> tuple[Callable[[]
     return step, applied
 
 
-def work(rank: int, port: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def work(rank: int, directory: Path) -> None:
     peaks = {}
     for schedule, policy in CASES:
         with ExitStack() as stack:
@@ -151,18 +146,13 @@ def work(rank: int, port: int, directory: str) -> None:
             step, applied = spread_step(layout, policy, stack)
             step()
             peaks[f"{layout} {policy}"] = applied.stats.held_bytes
-    Path(directory, f"{rank}.json").write_text(json.dumps(peaks))
-    distributed.destroy_process_group()
-    end_process(0)
+    (directory / f"{rank}.json").write_text(json.dumps(peaks))
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
     directory = tmp_path_factory.mktemp("peaks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    multiprocessing.spawn(work, args=(port, str(directory)), nprocs=2)
+    run_ranks(work, 2, directory)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 

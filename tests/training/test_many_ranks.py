@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from process_groups import free_ports
 from safetensors.torch import load_file
 from torch import multiprocessing
 from transformers import AutoModelForCausalLM
@@ -22,7 +21,7 @@ from actmem.config.schema import RunConfig
 from actmem.training.metrics import StepRecord, read_metrics
 from actmem.training.trainer import train
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("many ranks")]
+pytestmark = pytest.mark.slow
 
 TEXT = Path(__file__).parents[2] / "actmem" / "runtime"
 FIELDS = {
@@ -97,49 +96,28 @@ def train_as(rank: int, ports: list[int], run: RunConfig) -> None:
     train(run, progress=False)
 
 
-def work_first(rank: int, ports: list[int], directory: str) -> None:
-    """The run that others are to go on from."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    train_as(rank, ports, config(Path(directory), "shards", LAYOUTS["shards"]))
-    end_process(0)
-
-
 def work(rank: int, ports: list[int], directory: str) -> None:
-    """All other runs of two processes, one after the other."""
+    """All runs of two processes, one after the other."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     root = Path(directory)
     for name, layout in LAYOUTS.items():
-        if name != "shards":
-            train_as(rank, ports, config(root, name, layout))
-    for name, layout in LAYOUTS.items():
+        train_as(rank, ports, config(root, name, layout))
+    again = {f"{name} again": (name, name) for name in LAYOUTS}
+    read = {f"{name} from shards": ("shards", name) for name in READERS[:-1]}
+    for onto, (earlier, name) in (again | read | {"shards from alone": ("alone", "shards")}).items():
         if rank == 0:
-            forget_second_half(root, name, f"{name} again")
-        train_as(rank, ports, config(root, f"{name} again", layout))
-    for name in READERS[:-1]:
-        train_as(rank, ports, config(root, f"{name} from shards", LAYOUTS[name]))
-    train_as(rank, ports, config(root, "shards from alone", LAYOUTS["shards"]))
+            forget_second_half(root, earlier, onto)
+        train_as(rank, ports, config(root, onto, LAYOUTS[name]))
     end_process(0)
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     train(config(root, "alone", {}), progress=False)
-    forget_second_half(root, "alone", "shards from alone")
-    multiprocessing.spawn(work_first, args=(free_ports(2 * len(LAYOUTS) + 4), str(root)), nprocs=2)
-    for name in READERS:
-        forget_second_half(root, "shards", f"{name} from shards")
-    multiprocessing.spawn(work, args=(free_ports(2 * len(LAYOUTS) + 4), str(root)), nprocs=2)
+    multiprocessing.spawn(work, args=(free_ports(2 * len(LAYOUTS) + len(READERS)), str(root)), nprocs=2)
+    forget_second_half(root, "shards", "alone from shards")
     train(config(root, "alone from shards", {}), progress=False)
     return root
 

@@ -1,0 +1,110 @@
+"""Which process the others wait for in vain: asked of all of them once one has waited too long.
+
+What a library says of an operation that ran into its timeout names neither the operation nor the rank that did not come.
+So the process that gave up asks through the store, which does not depend on the ranks, and a thread of every process
+answers with where its main thread stands. One that was stopped, or is gone, answers nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store
+
+from actmem.errors import RankError
+
+_PACKAGE = Path(__file__).parents[1]
+_ASKED = "asked"
+_FOREVER = timedelta(days=365)
+_PATIENCE_S = 5.0
+# Gloo raises plain RuntimeErrors.
+_BROKEN_OFF = re.compile(r"gloo|pair closure|closed by peer|reset by peer|broken pipe|timed out waiting", re.IGNORECASE)
+
+
+class RollCall:
+    """One process's part in it. `store` reaches all processes, and outlives each of them."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        # A connection on which one thread waits is no use to another.
+        self._ears, self._voice = (PrefixStore("roll call", store.clone()) for _ in range(2))
+        self._main = threading.get_ident()
+        self._gave_up: str | None = None
+
+    def answer(self) -> None:
+        """Wait to be asked, then say where the main thread is. Runs in a thread of its own, to the end of the process."""
+        try:
+            self._ears.wait([_ASKED], _FOREVER)
+            self._say(self._ears)
+        except (DistStoreError, RuntimeError):
+            return  # whoever kept the store has ended, and so does this process
+
+    def ask(self, error: BaseException) -> str:
+        """Where each process stands, a line for each; this one stands where `error` was raised."""
+        self._gave_up = f"gave up in {_place(traceback.extract_tb(error.__traceback__))}"
+        self._say(self._voice)
+        self._voice.set(_ASKED, "1")
+        return "\n".join(f"  rank {rank} {self._heard(rank)}" for rank in range(self._size))
+
+    def _say(self, store: Store) -> None:
+        stack = traceback.extract_stack(sys._current_frames().get(self._main))
+        store.set(str(self._rank), self._gave_up or f"is in {_place(stack)}")
+
+    def _heard(self, rank: int) -> str:
+        end = time.monotonic() + _PATIENCE_S
+        while not self._voice.check([str(rank)]):
+            if time.monotonic() > end:
+                return "does not answer: it was stopped, or is gone"
+            time.sleep(0.05)
+        return self._voice.get(str(rank)).decode()
+
+
+@contextmanager
+def called(store: Store, rank: int, size: int) -> Iterator[None]:
+    """A process among others: where one of them does not come, the error says which, and where all of them stand.
+
+    Raises `RankError` in place of what torch raises for an operation between processes that timed out or broke off.
+    """
+    call = RollCall(store, rank, size)
+    threading.Thread(target=call.answer, name="roll call", daemon=True).start()
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_broken_off(error):
+            raise
+        raise RankError(
+            f"an operation between processes came to no end ({_first_line(error)}):\n{call.ask(error)}\n"
+            "  run again to go on from the last checkpoint; where a step takes longer, raise parallel.timeout_seconds"
+        ) from error
+
+
+def _is_broken_off(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, DistError) or _BROKEN_OFF.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the place in a library's source that it begins with."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error).strip().partition("\n")[0])
+
+
+def _place(stack: traceback.StackSummary) -> str:
+    """The innermost call, and from where in this package it came."""
+    own = [frame for frame in stack if _PACKAGE in Path(frame.filename).parents]
+    if not own:
+        return stack[-1].name
+    where = f"{Path(own[-1].filename).relative_to(_PACKAGE.parent)}:{own[-1].lineno}"
+    return (
+        f"{own[-1].name} ({where})" if stack[-1] is own[-1] else f"{stack[-1].name}, called by {own[-1].name} ({where})"
+    )
