@@ -51,6 +51,7 @@ __all__ = [
     "storage_bytes",
     "storage_id",
     "storage_reference",
+    "store_connection",
     "wrapping",
 ]
 
@@ -268,6 +269,13 @@ def pretended_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def store_connection(prefix: str) -> Any:
+    """One more connection to the store through which the processes of the default group found each other. A connection
+    on which one thread waits is no use to another. `prefix` keeps its keys apart from all others."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups.PrefixStore(prefix, groups._get_default_store().clone())
 
 
 def size_of_group(name: str) -> int:

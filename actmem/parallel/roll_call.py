@@ -1,6 +1,6 @@
 """Which process the others wait for in vain: asked of all of them once one has waited too long.
 
-What a library says of an operation that ran into its timeout names neither the operation nor the rank that did not come.
+What a library says of an operation that ran into its timeout names neither the operation nor the rank that was missing.
 So the process that gave up asks through the store, which does not depend on the ranks, and a thread of every process
 answers with where its main thread stands. One that was stopped, or is gone, answers nothing.
 """
@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from torch.distributed import DistError, DistStoreError, PrefixStore, Store
+from torch.distributed import DistError, DistStoreError
 
+from actmem._compat import store_connection
 from actmem.errors import RankError
 
 _PACKAGE = Path(__file__).parents[1]
@@ -30,17 +32,16 @@ _BROKEN_OFF = re.compile(r"gloo|pair closure|closed by peer|reset by peer|broken
 
 
 class RollCall:
-    """One process's part in it. `store` reaches all processes, and outlives each of them."""
+    """One process's part in it."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        # A connection on which one thread waits is no use to another.
-        self._ears, self._voice = (PrefixStore("roll call", store.clone()) for _ in range(2))
+        self._ears, self._voice = store_connection("roll call"), store_connection("roll call")
         self._main = threading.get_ident()
         self._gave_up: str | None = None
 
     def answer(self) -> None:
-        """Wait to be asked, then say where the main thread is. Runs in a thread of its own, to the end of the process."""
+        """Wait to be asked, then say where the main thread is. Runs in a thread of its own, for good."""
         try:
             self._ears.wait([_ASKED], _FOREVER)
             self._say(self._ears)
@@ -54,7 +55,7 @@ class RollCall:
         self._voice.set(_ASKED, "1")
         return "\n".join(f"  rank {rank} {self._heard(rank)}" for rank in range(self._size))
 
-    def _say(self, store: Store) -> None:
+    def _say(self, store: Any) -> None:
         stack = traceback.extract_stack(sys._current_frames().get(self._main))
         store.set(str(self._rank), self._gave_up or f"is in {_place(stack)}")
 
@@ -64,16 +65,16 @@ class RollCall:
             if time.monotonic() > end:
                 return "does not answer: it was stopped, or is gone"
             time.sleep(0.05)
-        return self._voice.get(str(rank)).decode()
+        return str(self._voice.get(str(rank)).decode())
 
 
 @contextmanager
-def called(store: Store, rank: int, size: int) -> Iterator[None]:
+def called(rank: int, size: int) -> Iterator[None]:
     """A process among others: where one of them does not come, the error says which, and where all of them stand.
 
     Raises `RankError` in place of what torch raises for an operation between processes that timed out or broke off.
     """
-    call = RollCall(store, rank, size)
+    call = RollCall(rank, size)
     threading.Thread(target=call.answer, name="roll call", daemon=True).start()
     try:
         yield

@@ -119,7 +119,7 @@ def join(config: RunConfig, device: torch.device) -> Iterator[World]:
     try:
         refuse_differences(_description(config))
         world = World(build_mesh(sizes, device.type), device, distributed.get_rank(), size)
-        with called(distributed.distributed_c10d._get_default_store(), world.rank, size):
+        with called(world.rank, size):
             yield world
     finally:
         distributed.destroy_process_group()

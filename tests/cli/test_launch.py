@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +23,10 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 TEXT = REPOSITORY / "actmem" / "runtime"
 STEPS = 8
-SETTINGS = {
+MOMENTS = ("forward", "backward", "swap", "checkpoint")
+NUM_DOOMED = int(os.environ.get("ACTMEM_CHAOS", len(MOMENTS)))
+"""How many runs are killed. 20 take some six minutes."""
+SETTINGS: dict[str, Any] = {
     "model": {
         "config": {
             "model_type": "qwen3",
@@ -42,12 +48,21 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Configuration files, by the name of their layout."""
     root = tmp_path_factory.mktemp("launch")
-    cache = {"data": SETTINGS["data"] | {"cache_dir": str(root / "cache")}}  # type: ignore[operator]
-    path = root / "run.yaml"
-    path.write_text(yaml.safe_dump(SETTINGS | cache))
-    return path
+    cache = {"data": SETTINGS["data"] | {"cache_dir": str(root / "cache")}}
+    shards = {"train": SETTINGS["train"] | {"micro_batch_size": 2}, "parallel": {"dp_shard_size": 2}}
+    files = {"stages": root / "stages.yaml", "shards": root / "shards.yaml"}
+    files["stages"].write_text(yaml.safe_dump(SETTINGS | cache))
+    files["shards"].write_text(yaml.safe_dump(SETTINGS | cache | shards))
+    return files
+
+
+@pytest.fixture
+def config(layouts: dict[str, Path]) -> Path:
+    """Two stages."""
+    return layouts["stages"]
 
 
 def start(config: Path, output: Path, *overrides: str, num_processes: int = 2) -> subprocess.Popen[str]:
@@ -56,6 +71,19 @@ def start(config: Path, output: Path, *overrides: str, num_processes: int = 2) -
     return subprocess.Popen(
         [*command, f"train.output_dir={output}", *overrides],
         env=environment,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def start_doomed(config: Path, output: Path, doom: str) -> subprocess.Popen[str]:
+    """A run in which one rank kills itself, as `doomed.py` has it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.Popen(
+        [*command, str(Path(__file__).with_name("doomed.py")), "train", str(config), f"train.output_dir={output}"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DOOM": doom},
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -85,33 +113,75 @@ def wait_for_step(output: Path, step: int, run: subprocess.Popen[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config: Path) -> dict[int, float]:
-    output = config.parent / "undisturbed"
-    run = start(config, output)
-    said, _ = run.communicate(timeout=120)
-    assert run.returncode == 0, said
-    return losses(output)
+def undisturbed(layouts: dict[str, Path]) -> Callable[[str], dict[int, float]]:
+    """The losses of a run in peace, by its layout."""
+
+    @cache
+    def run(layout: str) -> dict[int, float]:
+        output = layouts[layout].parent / f"undisturbed-{layout}"
+        process = start(layouts[layout], output)
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        return losses(output)
+
+    return run
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the processes in /proc")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_others_and_the_run_goes_on(
-    config: Path, undisturbed: dict[int, float], rank: int
-) -> None:
-    output = config.parent / f"killed-{rank}"
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the processes in /proc")
+
+
+@LINUX
+def test_a_killed_rank_is_named_and_ends_the_others(config: Path) -> None:
+    output = config.parent / "killed"
     run = start(config, output)
-    wait_for_step(output, random.Random(rank).randint(2, 5), run)
-    os.kill(ranks_of(run)[rank], signal.SIGKILL)
+    wait_for_step(output, 2, run)
+    os.kill(ranks_of(run)[1], signal.SIGKILL)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGKILL, said
-    assert f"rank {rank} ended first, by SIGKILL" in said
-    again = start(config, output)
+    assert "rank 1 ended first, by SIGKILL" in said
+
+
+@LINUX
+def test_a_rank_that_stands_still_is_named_within_the_timeout(config: Path) -> None:
+    run = start(config, config.parent / "still", "parallel.timeout_seconds=5")
+    wait_for_step(config.parent / "still", 2, run)
+    still = ranks_of(run)[1]
+    os.kill(still, signal.SIGSTOP)
+    started = time.monotonic()
+    assert run.stdout is not None
+    said = ""
+    while "run again" not in said:
+        said += run.stdout.readline()
+    assert time.monotonic() - started < 5 + 10
+    os.kill(still, signal.SIGKILL)  # what started it would give it half a minute
+    said += run.communicate(timeout=60)[0]
+    assert run.returncode == 2, said
+    assert "rank 0 gave up in " in said
+    assert "rank 1 does not answer" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("index", range(NUM_DOOMED))
+def test_a_run_killed_anywhere_goes_on_to_the_same_losses(
+    layouts: dict[str, Path], undisturbed: Callable[[str], dict[int, float]], index: int
+) -> None:
+    chance = random.Random(index)
+    moment, layout = MOMENTS[index % len(MOMENTS)], chance.choice(sorted(layouts))
+    often = {"forward": 20, "backward": 20, "swap": 6, "checkpoint": 3}
+    delay_s = chance.uniform(0.0, 0.03) if moment == "checkpoint" else 0.0
+    doom = f"{chance.randrange(2)} {moment} {chance.randint(1, often[moment])} {delay_s}"
+    output = layouts[layout].parent / f"doomed-{index}"
+    run = start_doomed(layouts[layout], output, doom)
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode != 0, f"{layout}, {doom}: nobody died\n{said}"
+    assert len(losses(output)) < STEPS, f"{layout}, {doom}: died after the last step"
+    again = start(layouts[layout], output)
     said, _ = again.communicate(timeout=120)
-    assert again.returncode == 0, said
-    assert losses(output) == undisturbed
+    assert again.returncode == 0, f"{layout}, {doom}: {said}"
+    assert losses(output) == undisturbed(layout), f"{layout}, {doom}"
 
 
-def test_a_signal_to_all_saves_and_stops(config: Path, undisturbed: dict[int, float]) -> None:
+def test_a_signal_to_all_saves_and_stops(config: Path, undisturbed: Callable[[str], dict[int, float]]) -> None:
     output = config.parent / "stopped"
     run = start(config, output)
     wait_for_step(output, 3, run)
@@ -125,7 +195,7 @@ def test_a_signal_to_all_saves_and_stops(config: Path, undisturbed: dict[int, fl
     again = start(config, output)
     said, _ = again.communicate(timeout=120)
     assert again.returncode == 0, said
-    assert losses(output) == undisturbed
+    assert losses(output) == undisturbed("stages")
 
 
 @pytest.mark.parametrize(

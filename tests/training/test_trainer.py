@@ -20,6 +20,7 @@ from actmem.models.building import build_model
 from actmem.training.device import choose_device
 from actmem.training.metrics import EvalRecord, StartRecord, StepRecord, read_metrics
 from actmem.training.run_directory import RunDirectory
+from actmem.training.stopping import StopRequest
 from actmem.training.trainer import TrainResult, train
 
 MakeConfig = Callable[..., RunConfig]
@@ -119,6 +120,30 @@ def test_a_signal_finishes_the_step_saves_and_returns(
     trained(straight)
     assert trained(stopped).resumed_from == 2
     assert state_files(straight, 6) == state_files(stopped, 6)
+
+
+@pytest.mark.parametrize("look", range(1, 7))
+def test_a_signal_between_any_two_looks_is_saved(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, look: int
+) -> None:
+    class Late(StopRequest):
+        looks = 0
+
+        @property
+        def signal_number(self) -> int | None:  # type: ignore[override]
+            Late.looks += 1
+            return signal.SIGTERM if Late.looks > look else None
+
+        @signal_number.setter
+        def signal_number(self, number: int | None) -> None:
+            pass
+
+    monkeypatch.setattr("actmem.training.trainer.StopRequest", Late)
+    config = make_config(checkpoint_every=0)
+    result = train(config)
+    assert result.stopped_by == signal.SIGTERM
+    assert result.steps < config.train.steps
+    assert result.steps == 0 or (result.checkpoint is not None and result.checkpoint.name.endswith(f"{result.steps}"))
 
 
 def test_a_second_ctrl_c_stops_at_once(make_config: MakeConfig, signal_in_step: SignalInStep) -> None:
