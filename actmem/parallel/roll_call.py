@@ -13,18 +13,17 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistError
 
 from actmem._compat import store_connection
 from actmem.errors import RankError
 
 _PACKAGE = Path(__file__).parents[1]
-_ASKED = "asked"
 _FOREVER = timedelta(days=365)
 _PATIENCE_S = 5.0
 # Gloo raises plain RuntimeErrors.
@@ -32,40 +31,52 @@ _BROKEN_OFF = re.compile(r"gloo|pair closure|closed by peer|reset by peer|broken
 
 
 class RollCall:
-    """One process's part in it."""
+    """One process's part in it: while entered, it answers."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
         self._ears, self._voice = store_connection("roll call"), store_connection("roll call")
         self._main = threading.get_ident()
         self._gave_up: str | None = None
+        self._thread = threading.Thread(target=self._answer, name="roll call", daemon=True)
 
-    def answer(self) -> None:
-        """Wait to be asked, then say where the main thread is. Runs in a thread of its own, for good."""
-        try:
-            self._ears.wait([_ASKED], _FOREVER)
+    def __enter__(self) -> RollCall:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(RuntimeError):  # the store may have gone before this process; then nobody waits for it
+            self._voice.set(_asked(self._rank), "")
+        self._thread.join()
+
+    def _answer(self) -> None:
+        """Wait to be asked, then say where the main thread is."""
+        with suppress(RuntimeError):
+            self._ears.wait([_asked(self._rank)], _FOREVER)
             self._say(self._ears)
-        except (DistStoreError, RuntimeError):
-            return  # whoever kept the store has ended, and so does this process
 
     def ask(self, error: BaseException) -> str:
         """Where each process stands, a line for each; this one stands where `error` was raised."""
         self._gave_up = f"gave up in {_place(traceback.extract_tb(error.__traceback__))}"
-        self._say(self._voice)
-        self._voice.set(_ASKED, "1")
-        return "\n".join(f"  rank {rank} {self._heard(rank)}" for rank in range(self._size))
+        try:
+            self._say(self._voice)
+            for rank in range(self._size):
+                self._voice.set(_asked(rank), "")
+            return "\n".join(f"  rank {rank} {self._heard(rank)}" for rank in range(self._size))
+        except RuntimeError:  # the store has gone, with whoever kept it
+            return f"  rank {self._rank} {self._gave_up}; the others can no longer be asked"
 
     def _say(self, store: Any) -> None:
         stack = traceback.extract_stack(sys._current_frames().get(self._main))
-        store.set(str(self._rank), self._gave_up or f"is in {_place(stack)}")
+        store.set(_answer(self._rank), self._gave_up or f"is in {_place(stack)}")
 
     def _heard(self, rank: int) -> str:
         end = time.monotonic() + _PATIENCE_S
-        while not self._voice.check([str(rank)]):
+        while not self._voice.check([_answer(rank)]):
             if time.monotonic() > end:
                 return "does not answer: it was stopped, or is gone"
             time.sleep(0.05)
-        return str(self._voice.get(str(rank)).decode())
+        return str(self._voice.get(_answer(rank)).decode())
 
 
 @contextmanager
@@ -74,17 +85,25 @@ def called(rank: int, size: int) -> Iterator[None]:
 
     Raises `RankError` in place of what torch raises for an operation between processes that timed out or broke off.
     """
-    call = RollCall(rank, size)
-    threading.Thread(target=call.answer, name="roll call", daemon=True).start()
-    try:
-        yield
-    except RuntimeError as error:
-        if not _is_broken_off(error):
-            raise
-        raise RankError(
-            f"an operation between processes came to no end ({_first_line(error)}):\n{call.ask(error)}\n"
-            "  run again to go on from the last checkpoint; where a step takes longer, raise parallel.timeout_seconds"
-        ) from error
+    with RollCall(rank, size) as call:
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_broken_off(error):
+                raise
+            raise RankError(
+                f"an operation between processes came to no end ({_first_line(error)}):\n{call.ask(error)}\n"
+                "  run again to go on from the last checkpoint; where a step takes longer, raise "
+                "parallel.timeout_seconds"
+            ) from error
+
+
+def _asked(rank: int) -> str:
+    return f"asked/{rank}"
+
+
+def _answer(rank: int) -> str:
+    return f"answer/{rank}"
 
 
 def _is_broken_off(error: BaseException | None) -> bool:

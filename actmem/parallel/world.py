@@ -121,6 +121,7 @@ def join(config: RunConfig, device: torch.device) -> Iterator[World]:
         world = World(build_mesh(sizes, device.type), device, distributed.get_rank(), size)
         with called(world.rank, size):
             yield world
+            world.wait()
     finally:
         distributed.destroy_process_group()
 
