@@ -1,28 +1,31 @@
-"""Two processes with stages of a pipeline: the same bits under every schedule and plan, and nothing left behind."""
+"""Stages of a pipeline in two processes and in four: the same bits under every schedule and plan, nothing left behind."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from process_groups import run_ranks
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from actmem import Action, Plan, Rule
 from actmem.config.schema import ModelConfig, ParallelConfig, ScheduleName
 from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
 from actmem.models.building import build_model
+from actmem.parallel import MeshSizes, build_mesh, shard_data, shard_tensors
 from actmem.parallel.orders import orders_of
 from actmem.parallel.pipeline import Pipeline, StageShape, cut, layers_here
 from actmem.planning.actions import Group, PipelineAction, gaps_of
 from actmem.runtime import apply
 from actmem.runtime.pipeline import PipelineSwaps
 from actmem.runtime.swap.counters import SwapCounters
+from actmem.training.loss import plain
 
 pytestmark = pytest.mark.slow
 
@@ -64,8 +67,23 @@ MIXED = Plan(
         Rule("mlp", Action.RECOMPUTE, (2, 5), reach="below"),
     ),
 )
-PLANS: dict[str, str | Plan] = {"selective": "selective", "full": "full", "swap": "attention-swap", "mixed": MIXED}
-CASES = [(schedule, family, plan) for schedule in SCHEDULES for family in FAMILIES for plan in (None, *PLANS)]
+PLANS: dict[str, str | Plan | None] = {
+    "nothing": None,
+    "selective": "selective",
+    "full": "full",
+    "swap": "attention-swap",
+    "mixed": MIXED,
+}
+PLANNED = tuple(name for name in PLANS if name != "nothing")
+ALONE = MeshSizes(pp_size=2)
+WITH: dict[str, tuple[MeshSizes, tuple[str, ...]]] = {
+    "copies": (replace(ALONE, dp_replicate_size=2), ("dense",)),
+    "shards": (replace(ALONE, dp_shard_size=2), ("dense", "moe")),
+    "tensors": (replace(ALONE, tp_size=2), ("dense", "moe")),
+    "experts": (replace(ALONE, dp_shard_size=2, ep_size=2), ("moe",)),
+}
+"""What else the ranks of a pipeline may share, under one schedule, and the families to try it on."""
+PAIRS = [(layout, family) for layout, (_, families) in WITH.items() for family in families]
 
 
 @dataclass
@@ -80,48 +98,55 @@ class Outcome:
     calls_left: int = 0
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
+def batch(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step + 100 * part)
     tokens = torch.randint(128, (NUM_MICROBATCHES, LENGTH + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def summed_loss(head: nn.Module, states: Tensor, targets: Tensor) -> Tensor:
-    logits = head(states).flatten(0, 1)
+    logits = plain(head(states)).flatten(0, 1)
     return functional.cross_entropy(logits, targets.flatten(), reduction="sum") / (NUM_MICROBATCHES * LENGTH)
 
 
-def run(rank: int, schedule: ScheduleName, family: str, plan: str | Plan | None) -> Outcome:
+def whole(gradient: Tensor) -> Tensor:
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+
+
+def run(schedule: ScheduleName, family: str, plan: str | Plan | None, sizes: MeshSizes = ALONE) -> Outcome:
     parallel = ParallelConfig(pp_size=2, pp_schedule=schedule, pp_microbatches=NUM_MICROBATCHES)
+    mesh = build_mesh(sizes, "cpu")
     ends = layers_of_stages(parallel, NUM_LAYERS)
-    mine = stages_of_rank(parallel, rank)
+    mine = stages_of_rank(parallel, mesh.rank_of("pp"))
     model = build_model(ModelConfig(config=FAMILIES[family]), seed=0)
     modules = {index: cut(model, *ends[index]) for index in mine}
+    for module in modules.values():
+        shard_tensors(module.model, mesh)
     stages = nn.ModuleList(modules.values())
     memory = {"tier": "disk", "min_swap_bytes": 0}
     layers = layers_here([ends[index] for index in mine])
     applied = None if plan is None else apply(stages, plan, memory=memory, layers=layers)
     last: Any = modules.get(num_stages(parallel) - 1)
+    group = mesh.group("pp")
+    assert group is not None
     swaps = PipelineSwaps(None if applied is None else applied.swapper)
     pipeline = Pipeline(
-        dict(modules),
+        {index: shard_data(module, mesh, reshard_after_forward=False) for index, module in modules.items()},
         num_stages(parallel),
         schedule=schedule,
         num_microbatches=NUM_MICROBATCHES,
         shape=StageShape(1, LENGTH, HIDDEN, torch.float32),
         loss=lambda states, targets: summed_loss(last.model.lm_head, states, targets),
-        group=distributed.group.WORLD,
+        group=group,
         device=torch.device("cpu"),
         swaps=swaps,
     )
     outcome = Outcome()
     for step in range(3 if plan == "attention-swap" else 2):
         stages.zero_grad(set_to_none=True)
-        outcome.losses.append(pipeline.step(*batch(step)))
+        outcome.losses.append(pipeline.step(*batch(step, mesh.data_rank)))
         parameters = {name: each for module in modules.values() for name, each in module.model.named_parameters()}
-        outcome.gradients.append(
-            {name: each.grad.clone() for name, each in parameters.items() if each.grad is not None}
-        )
+        outcome.gradients.append({name: whole(each.grad) for name, each in parameters.items() if each.grad is not None})
         assert len(outcome.gradients[-1]) == len(parameters)
         if applied is not None:
             outcome.swaps.append(applied.stats.swap)
@@ -135,27 +160,42 @@ def run(rank: int, schedule: ScheduleName, family: str, plan: str | Plan | None)
     return outcome
 
 
-def alone(family: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def alone(family: str, num_parts: int = 1) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     model = build_model(ModelConfig(config=FAMILIES[family]), seed=0)
     losses, gradients = [], []
     for step in range(2):
         model.zero_grad(set_to_none=True)
-        inputs, targets = batch(step)
-        loss = summed_loss(model.lm_head, model.base_model(inputs, use_cache=False).last_hidden_state, targets)
-        loss.backward()
-        losses.append(loss.detach())
+        total = torch.zeros(())
+        for part in range(num_parts):
+            inputs, targets = batch(step, part)
+            loss = summed_loss(model.lm_head, model.base_model(inputs, use_cache=False).last_hidden_state, targets)
+            loss.backward()
+            total += loss.detach()
+        losses.append(total)
         gradients.append({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None})
     return losses, gradients
 
 
 def work(rank: int, directory: Path) -> None:
-    outcomes = {}
-    for schedule, family, plan in CASES:
-        outcomes[schedule, family, plan] = run(rank, schedule, family, None if plan is None else PLANS[plan])
+    outcomes = {
+        (schedule, family, plan): run(schedule, family, PLANS[plan])
+        for schedule in SCHEDULES
+        for family in FAMILIES
+        for plan in PLANS
+    }
     torch.save(outcomes, directory / str(rank))
 
 
-Outcomes = list[dict[tuple[str, str, str | None], Outcome]]
+def work_with(rank: int, directory: Path) -> None:
+    outcomes = {
+        (layout, family, plan): run("1F1B", family, PLANS[plan], WITH[layout][0])
+        for layout, family in PAIRS
+        for plan in PLANS
+    }
+    torch.save(outcomes, directory / str(rank))
+
+
+Outcomes = list[dict[tuple[str, str, str], Outcome]]
 
 
 @pytest.fixture(scope="module")
@@ -165,12 +205,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return [torch.load(directory / str(rank), weights_only=False) for rank in range(2)]
 
 
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    directory = tmp_path_factory.mktemp("four")
+    run_ranks(work_with, 4, directory)
+    return [torch.load(directory / str(rank), weights_only=False) for rank in range(4)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_have_the_gradients_of_the_whole_model(ranks: Outcomes, schedule: str, family: str) -> None:
     losses, gradients = alone(family)
     for step in range(2):
-        found = [each[schedule, family, None] for each in ranks]
+        found = [each[schedule, family, "nothing"] for each in ranks]
         parts = [outcome.gradients[step] for outcome in found]
         assert not parts[0].keys() & parts[1].keys()
         assert (parts[0] | parts[1]).keys() == gradients[step].keys()
@@ -180,24 +227,52 @@ def test_stages_have_the_gradients_of_the_whole_model(ranks: Outcomes, schedule:
         torch.testing.assert_close(loss, losses[step], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANNED)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_invariant_01_the_same_bits_under_a_plan(ranks: Outcomes, schedule: str, family: str, plan: str) -> None:
     for rank in ranks:
-        planned, expected = rank[schedule, family, plan], rank[schedule, family, None]
-        assert planned.order == expected.order
-        for mine, theirs in zip(planned.gradients, expected.gradients, strict=False):
-            assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-        assert planned.losses[:2] == expected.losses
-        assert planned.dropped > 0 or plan == "swap"
-        assert planned.calls_left == 0
+        assert_same(rank[schedule, family, plan], rank[schedule, family, "nothing"], plan)
+
+
+@pytest.mark.parametrize(("layout", "family"), PAIRS)
+def test_stages_that_share_more_have_the_gradients_of_the_whole_model(
+    four_ranks: Outcomes, layout: str, family: str
+) -> None:
+    sizes = WITH[layout][0]
+    num_parts = sizes.dp_replicate_size * sizes.dp_shard_size
+    _, gradients = alone(family, num_parts)
+    for step, expected in enumerate(gradients):
+        found: dict[str, Tensor] = {}
+        for each in four_ranks:
+            found |= each[layout, family, "nothing"].gradients[step]
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("plan", PLANNED)
+@pytest.mark.parametrize(("layout", "family"), PAIRS)
+def test_invariant_01_the_same_bits_under_a_plan_where_ranks_share_more(
+    four_ranks: Outcomes, layout: str, family: str, plan: str
+) -> None:
+    for rank in four_ranks:
+        assert_same(rank[layout, family, plan], rank[layout, family, "nothing"], plan)
+
+
+def assert_same(planned: Outcome, expected: Outcome, plan: str) -> None:
+    assert planned.order == expected.order
+    for mine, theirs in zip(planned.gradients, expected.gradients, strict=False):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert planned.losses[:2] == expected.losses
+    assert planned.dropped > 0 or plan == "swap"
+    assert planned.calls_left == 0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_order_that_is_planned_for_is_the_one_that_runs(ranks: Outcomes, schedule: ScheduleName) -> None:
     parallel = ParallelConfig(pp_size=2, pp_schedule=schedule, pp_microbatches=NUM_MICROBATCHES)
-    assert orders_of(parallel) == tuple(rank[schedule, "dense", None].order for rank in ranks)
+    assert orders_of(parallel) == tuple(rank[schedule, "dense", "nothing"].order for rank in ranks)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
