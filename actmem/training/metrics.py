@@ -33,8 +33,8 @@ class StartRecord:
 class StepRecord:
     """One optimizer step. `loss` is the mean cross-entropy of its targets in nats, `router_loss` the weighted auxiliary
     loss, `grad_norm` the norm before clipping, `peak_bytes` the peak of the run so far, `swap` the swap counters of
-    this step where the plan swaps, those of the first rank. Of several ranks `loss` is of all, `peak_bytes` the highest
-    peak, and `rank_peak_bytes` are those of each."""
+    this step where the plan swaps. Of several ranks `loss` is of all, `peak_bytes` the highest peak and `swap` of the
+    first; `rank_peak_bytes` and `rank_swap` are those of each."""
 
     step: int
     loss: float
@@ -47,6 +47,7 @@ class StepRecord:
     peak_bytes: int
     swap: dict[str, float | None] | None = None
     rank_peak_bytes: list[int] | None = None
+    rank_swap: list[dict[str, float | None]] | None = None
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,10 @@ class _Trainer:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         seconds = time.perf_counter() - started
-        peaks = self.world.gather(self.peak.read_bytes())
+        swap = applied.stats.swap.since(swapped).to_dict() if applied.swaps else None
+        of_ranks = self.world.gather((self.peak.read_bytes(), swap))
+        peaks, swaps = [peak for peak, _ in of_ranks], [each for _, each in of_ranks if each is not None]
+        many = self.world.size > 1
         return StepRecord(
             step=step,
             loss=loss,
@@ -270,8 +273,9 @@ class _Trainer:
             step_seconds=seconds,
             tokens_per_second=num_tokens / seconds,
             peak_bytes=max(peaks),
-            swap=applied.stats.swap.since(swapped).to_dict() if applied.swaps else None,
-            rank_peak_bytes=peaks if self.world.size > 1 else None,
+            swap=swap,
+            rank_peak_bytes=peaks if many else None,
+            rank_swap=swaps if many and swaps else None,
         )
 
     def _accumulate_gradients(self) -> tuple[float, float | None, int]:

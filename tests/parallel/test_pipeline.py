@@ -1,4 +1,4 @@
-"""Stages of a pipeline in two processes and in four: the same bits under every schedule and plan, nothing left behind."""
+"""Stages of a pipeline in two processes and in four: the same bits under each schedule and plan, and nothing stays."""
 
 from __future__ import annotations
 

@@ -161,3 +161,9 @@ def test_metrics_tell_of_all_ranks(runs: Path) -> None:
     assert len(last.rank_peak_bytes) == 2
     assert last.peak_bytes == max(last.rank_peak_bytes)
     assert last.num_tokens == 4 * 32
+    assert last.rank_swap is None
+    steps = [each for each in read_metrics(runs / "stages" / "metrics.jsonl") if isinstance(each, StepRecord)]
+    assert steps[0].rank_swap is not None and steps[-1].rank_swap is not None
+    assert [each["num_out"] for each in steps[0].rank_swap] == pytest.approx([steps[0].swap["num_out"]] * 2)
+    first, second = (each["num_out"] for each in steps[-1].rank_swap)
+    assert first > second == 0, "under 1F1B the second stage has nothing to swap once that is known"
