@@ -18,10 +18,10 @@ from actmem.training.traced import trace_pipeline
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
-def run_of(schedule: str = "1F1B", *, ranks: int = 2, **others: object) -> RunConfig:
+def run_of(schedule: str = "1F1B", *, ranks: int = 2, layers: int = 8, **others: object) -> RunConfig:
     return parse_config(
         {
-            "model": {"name": "qwen3-tiny", "config": {"num_hidden_layers": 8, "tie_word_embeddings": False}},
+            "model": {"name": "qwen3-tiny", "config": {"num_hidden_layers": layers, "tie_word_embeddings": False}},
             "data": {"path": ["none"], "sequence_length": 512},
             "train": {"micro_batch_size": 8},
             "parallel": {"pp_size": ranks, "pp_schedule": schedule, "pp_microbatches": 8},
@@ -32,14 +32,14 @@ def run_of(schedule: str = "1F1B", *, ranks: int = 2, **others: object) -> RunCo
 
 
 @cache
-def planner_of(schedule: str = "1F1B", ranks: int = 2) -> PipelinePlanner:
-    run = run_of(schedule, ranks=ranks)
+def planner_of(schedule: str = "1F1B", ranks: int = 2, layers: int = 8) -> PipelinePlanner:
+    run = run_of(schedule, ranks=ranks, layers=layers)
     return pipeline_planner_of(run, trace_pipeline(run))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_budget_holds_on_every_rank(schedule: str) -> None:
-    planner = planner_of(schedule)
+    planner = planner_of(schedule, layers=4)
     found = planner.within(0.6)
     for rank, alone in zip(found.simulation.ranks, found.ranks, strict=True):
         assert rank.peak_bytes <= alone.budget_bytes
