@@ -40,6 +40,7 @@ __all__ = [
     "end_process",
     "exchange",
     "flop_registry",
+    "forget_micro_batches",
     "give_back_free_memory",
     "inside",
     "is_compiled",
@@ -276,6 +277,15 @@ def store_connection(prefix: str) -> Any:
     on which one thread waits is no use to another. `prefix` keeps its keys apart from all others."""
     groups: Any = torch.distributed.distributed_c10d
     return groups.PrefixStore(prefix, groups._get_default_store().clone())
+
+
+def forget_micro_batches(schedule: Any, stages: Iterable[Any]) -> None:
+    """Let go of what a pipeline schedule and its stages still have of a step, which else stays until the next one."""
+    schedule._internal_losses.clear()
+    for stage in stages:
+        stage.clear_runtime_states()
+        for left in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
+            left.clear()
 
 
 def size_of_group(name: str) -> int:

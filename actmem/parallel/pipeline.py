@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from transformers import PreTrainedModel
 
+from actmem._compat import forget_micro_batches
 from actmem.planning.actions import Group, PipelineAction
 from actmem.runtime.pipeline import PipelineSwaps
 
@@ -135,15 +136,21 @@ class Pipeline:
         self._rank_of: dict[int, int] = self._stages[0].stage_index_to_group_rank
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Forward and backward passes of a batch of (sequences, tokens) ids; its loss in the rank of the last stage."""
+        """Forward and backward passes of a batch of (sequences, tokens) ids; its loss in the rank of the last stage.
+
+        Nothing of the step is held when it is done, or has failed.
+        """
         losses: list[Tensor] = []
-        with self.swaps.step():
-            self._schedule.step(
-                *([inputs] if self.has_first else []),
-                target=targets if self.has_last else None,
-                losses=losses if self.has_last else None,
-                return_outputs=False,
-            )
+        try:
+            with self.swaps.step():
+                self._schedule.step(
+                    *([inputs] if self.has_first else []),
+                    target=targets if self.has_last else None,
+                    losses=losses if self.has_last else None,
+                    return_outputs=False,
+                )
+        finally:
+            forget_micro_batches(self._schedule, self._stages)
         return torch.stack(losses).sum() if self.has_last else None
 
     @torch.no_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,11 @@ from actmem import Action, Plan, Rule
 from actmem.config.schema import ModelConfig, ParallelConfig, ScheduleName
 from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
 from actmem.models.building import build_model
-from actmem.parallel import MeshSizes, build_mesh, shard_data, shard_tensors
+from actmem.parallel import Mesh, MeshSizes, build_mesh, shard_data, shard_tensors
 from actmem.parallel.orders import orders_of
-from actmem.parallel.pipeline import Pipeline, StageShape, cut, layers_here
+from actmem.parallel.pipeline import Pipeline, StageModule, StageShape, cut, layers_here
 from actmem.planning.actions import Group, PipelineAction, gaps_of
-from actmem.runtime import apply
+from actmem.runtime import Applied, apply
 from actmem.runtime.pipeline import PipelineSwaps
 from actmem.runtime.swap.counters import SwapCounters
 from actmem.training.loss import plain
@@ -113,7 +115,29 @@ def whole(gradient: Tensor) -> Tensor:
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
 
 
-def run(schedule: ScheduleName, family: str, plan: str | Plan | None, sizes: MeshSizes = ALONE) -> Outcome:
+@dataclass
+class Laid:
+    """A pipeline of this rank, under a plan or none."""
+
+    mesh: Mesh
+    modules: dict[int, StageModule]
+    stages: nn.Module
+    applied: Applied | None
+    pipeline: Pipeline
+
+    def step(self, number: int) -> Tensor | None:
+        return self.pipeline.step(*batch(number, self.mesh.data_rank))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: each for module in self.modules.values() for name, each in module.model.named_parameters()}
+
+    def num_calls_left(self) -> int:
+        gc.collect()
+        swapper = None if self.applied is None else self.applied.swapper
+        return 0 if swapper is None else len(swapper._calls)
+
+
+def lay_out(schedule: ScheduleName, family: str, plan: str | Plan | None, sizes: MeshSizes = ALONE) -> Laid:
     parallel = ParallelConfig(pp_size=2, pp_schedule=schedule, pp_microbatches=NUM_MICROBATCHES)
     mesh = build_mesh(sizes, "cpu")
     ends = layers_of_stages(parallel, NUM_LAYERS)
@@ -129,7 +153,6 @@ def run(schedule: ScheduleName, family: str, plan: str | Plan | None, sizes: Mes
     last: Any = modules.get(num_stages(parallel) - 1)
     group = mesh.group("pp")
     assert group is not None
-    swaps = PipelineSwaps(None if applied is None else applied.swapper)
     pipeline = Pipeline(
         {index: shard_data(module, mesh, reshard_after_forward=False) for index, module in modules.items()},
         num_stages(parallel),
@@ -139,25 +162,50 @@ def run(schedule: ScheduleName, family: str, plan: str | Plan | None, sizes: Mes
         loss=lambda states, targets: summed_loss(last.model.lm_head, states, targets),
         group=group,
         device=torch.device("cpu"),
-        swaps=swaps,
+        swaps=PipelineSwaps(None if applied is None else applied.swapper),
     )
-    outcome = Outcome()
+    return Laid(mesh, modules, stages, applied, pipeline)
+
+
+def run(schedule: ScheduleName, family: str, plan: str | Plan | None, sizes: MeshSizes = ALONE) -> Outcome:
+    laid, outcome = lay_out(schedule, family, plan, sizes), Outcome()
     for step in range(3 if plan == "attention-swap" else 2):
-        stages.zero_grad(set_to_none=True)
-        outcome.losses.append(pipeline.step(*batch(step, mesh.data_rank)))
-        parameters = {name: each for module in modules.values() for name, each in module.model.named_parameters()}
+        laid.stages.zero_grad(set_to_none=True)
+        outcome.losses.append(laid.step(step))
+        parameters = laid.parameters()
         outcome.gradients.append({name: whole(each.grad) for name, each in parameters.items() if each.grad is not None})
         assert len(outcome.gradients[-1]) == len(parameters)
-        if applied is not None:
-            outcome.swaps.append(applied.stats.swap)
-    outcome.order = swaps.order
-    if applied is not None:
-        outcome.dropped = applied.stats.dropped_bytes
-        del pipeline
-        gc.collect()
-        outcome.calls_left = 0 if applied.swapper is None else len(applied.swapper._calls)
-        applied.remove()
+        if laid.applied is not None:
+            outcome.swaps.append(laid.applied.stats.swap)
+    outcome.order = laid.pipeline.swaps.order
+    outcome.calls_left = laid.num_calls_left()
+    if laid.applied is not None:
+        outcome.dropped = laid.applied.stats.dropped_bytes
+        laid.applied.remove()
     return outcome
+
+
+FAILING_FORWARD = (4, 3)
+"""In which forward pass each rank fails under 1F1B, so that neither waits for the other."""
+
+
+def fail(rank: int) -> tuple[int, int]:
+    """A step that fails inside a stage: outputs of its first layer, and calls of layers, that are left of it."""
+    laid, count, seen = lay_out("1F1B", "dense", MIXED), itertools.count(1), []
+
+    def watch(layer: nn.Module, args: Any, out: Any) -> None:
+        seen.append(weakref.ref(out))
+        if next(count) == FAILING_FORWARD[rank]:
+            raise ValueError("on purpose")
+
+    layers: Any = next(iter(laid.modules.values())).model.base_model.layers
+    next(iter(layers.children())).mlp.register_forward_hook(watch)
+    with pytest.raises(RuntimeError) as caught:
+        laid.step(0)
+    assert isinstance(caught.value.__cause__, ValueError), caught.value
+    del caught  # its traceback has the frames of the step, and they have its tensors
+    calls_left = laid.num_calls_left()
+    return sum(each() is not None for each in seen), calls_left
 
 
 def alone(family: str, num_parts: int = 1) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -184,6 +232,10 @@ def work(rank: int, directory: Path) -> None:
         for plan in PLANS
     }
     torch.save(outcomes, directory / str(rank))
+
+
+def work_and_fail(rank: int, directory: Path) -> None:
+    torch.save(fail(rank), directory / str(rank))
 
 
 def work_with(rank: int, directory: Path) -> None:
@@ -289,6 +341,11 @@ def test_what_is_needed_at_once_does_not_leave(ranks: Outcomes) -> None:
     first, last = (rank["1F1B", "dense", "swap"].swaps for rank in ranks)
     assert last[1].num_out == last[0].num_out > 0
     assert first[2].num_out > first[1].num_out > first[0].num_out
+
+
+def test_nothing_is_left_of_a_step_that_fails(tmp_path: Path) -> None:
+    run_ranks(work_and_fail, 2, tmp_path)
+    assert [torch.load(tmp_path / str(rank)) for rank in range(2)] == [(0, 0)] * 2
 
 
 def test_sections_for_the_whole_model_are_taken_by_a_part_of_it() -> None:

@@ -98,10 +98,6 @@ def training_step(rank: int, schedule: str, policy: str, stack: ExitStack) -> Ca
 
     def step() -> None:
         pipeline.step(tokens[:, :-1], tokens[:, 1:])
-        for stage in pipeline._stages:  # otherwise the next step begins with it
-            stage.clear_runtime_states()
-            stage.bwd_cache.clear()
-        pipeline._schedule._internal_losses.clear()
 
     return step
 
