@@ -65,7 +65,16 @@ def model_fields(config: ModelConfig) -> dict[str, object]:
             "or model.config with a model_type"
         )
     _check_field_names(fields, _ARCHITECTURES[str(model_type)])
-    return fields
+    return _with_fractions(fields, _ARCHITECTURES[str(model_type)])
+
+
+def _with_fractions(fields: Mapping[str, object], config_class: type[PreTrainedConfig]) -> dict[str, object]:
+    """Whole numbers as fractions where the class has fractions: it refuses ``attention_dropout: 0``."""
+    usual = vars(config_class())
+    return {
+        name: float(value) if type(value) is int and type(usual.get(name)) is float else value
+        for name, value in fields.items()
+    }
 
 
 def _check_field_names(fields: Mapping[str, object], config_class: type[PreTrainedConfig]) -> None:

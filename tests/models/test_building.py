@@ -197,3 +197,10 @@ def test_weights_that_do_not_fit_the_configuration(saved: Path, edit: object, me
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=message):
         build_model(ModelConfig(path=saved), seed=0)
+
+
+def test_a_whole_number_stands_for_a_fraction() -> None:
+    model = build_model(ModelConfig(config=MOE | {"attention_dropout": 0, "router_aux_loss_coef": 0}), seed=0)
+    assert (model.config.attention_dropout, model.config.router_aux_loss_coef) == (0.0, 0.0)
+    with pytest.raises(ModelError, match="attention_dropout"):
+        build_model(ModelConfig(config=MOE | {"attention_dropout": True}), seed=0)
