@@ -135,6 +135,7 @@ class _Look:
     def _at_tiers(self, source: RuleSource, graph: Graph) -> None:
         """Look at the places to swap to, where this machine has the device that the run is for."""
         from actmem.runtime.swap.building import wanted_tiers
+        from actmem.runtime.swap.scratch_file import is_in_memory
         from actmem.training.capacity import too_small_tiers
         from actmem.training.device import choose_device
 
@@ -144,7 +145,11 @@ class _Look:
         except ConfigError:
             return
         try:
-            wanted_tiers(memory, device, source.tiers)
+            wanted = wanted_tiers(memory, device, source.tiers)
+            if "disk" in wanted and memory.disk_path is not None and is_in_memory(memory.disk_path):
+                problem = "lies in memory (tmpfs), so swapping there frees none"
+                where = Fault("memory.disk_path", problem, str(memory.disk_path), "a directory on a disk")
+                self.found.warnings.append(where)
             self.found.faults += too_small_tiers(graph, source, memory, device)
         except ApplyError as error:
             self.found.faults.append(Fault("memory.tier", str(error), memory.tier))

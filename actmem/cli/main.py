@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -67,6 +68,7 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file name need not fit the terminal's encoding
+    warnings.showwarning = _show_warning
     try:
         app(prog_name="actmem")
     except ActmemError as error:
@@ -77,6 +79,14 @@ def run() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """In words alone: where in our code it comes from says nothing to whoever runs a command."""
+    if is_news(str(message)):
+        Screen(stderr=True).line(f"warning: {message}", style="yellow")
 
 
 def _as_data(error: ActmemError) -> dict[str, object]:

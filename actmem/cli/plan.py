@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from actmem.cli.findings import findings_of
 from actmem.cli.planned import load_run, refuse_yardsticks, rules_of
 from actmem.cli.screen import Screen, counted, print_json
+from actmem.config.loading import read_config
+from actmem.config.rules import idle_settings
 from actmem.config.schema import RunConfig
-from actmem.errors import PlanError
+from actmem.errors import ConfigError, Fault, PlanError
 from actmem.planning import Plan
 from actmem.units import format_bytes
 
@@ -34,19 +38,34 @@ def plan(
 
     Nothing is trained and no weight is made or read. The plan fits this model, and batches of this shape, alone.
     """
-    run = load_run(config, overrides or ())
+    run, warned = _sound(config, overrides or ())
     refuse_yardsticks(run)
+    if out.exists() and out.samefile(config):
+        raise PlanError(f"the plan would be written over {config} itself; give another file with -o")
     made = _made(run)
     try:
         made.plan.save(out)
     except OSError as error:
         raise PlanError(f"cannot write the plan to {out}: {error}; name a file in a folder that exists") from error
     if as_json:
-        print_json({"written": out, **made.to_dict()})
+        print_json({"written": out, **made.to_dict(), "warnings": [asdict(each) for each in warned]})
     else:
+        Screen(stderr=True).faults(warned, style="yellow")
         screen = Screen()
         screen.line(f"Written: {out}, plan {made.plan.name} with {counted(len(made.plan.rules), 'rule')}")
         screen.facts(made.facts())
+
+
+def _sound(config: Path, overrides: Sequence[str]) -> tuple[RunConfig, Sequence[Fault]]:
+    """The configuration, if nothing that `actmem check` looks at is at fault in it, and what it warns of. The plan for
+    a budget is ours, and need not be looked at."""
+    run = load_run(config, overrides)
+    if run.memory_budget is not None:
+        return run, idle_settings(run)
+    found = findings_of(read_config(config, overrides))
+    if found.faults:
+        raise ConfigError(found.faults, str(config))
+    return run, found.warnings
 
 
 @dataclass(frozen=True)

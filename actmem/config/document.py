@@ -32,6 +32,9 @@ _PLAIN_KINDS = {"null", "bool", "int", "float"}
 MAX_NODES = 100_000
 """Keys and values of one text, aliases counted as often as they stand there."""
 
+_KEYS = "keys of text, quoted if need be"
+_TOO_LARGE = "is a number of more than 64 bits"
+
 UNREADABLE = object()
 """Stands where a value could not be read and a fault says so; nothing more can be said about it."""
 
@@ -113,11 +116,36 @@ def in_order(faults: Iterable[Fault]) -> list[Fault]:
 
 def from_mapping(mapping: Mapping[str, object]) -> Document:
     """A document without lines, of a mapping made in Python, whose sections may be `Section` objects."""
-    sections: dict[str, object] = dict(mapping)
-    for name, value in mapping.items():
-        if isinstance(value, Section):
-            sections[name] = value.model_dump(exclude_unset=True)
-    return Document(sections)
+    document = Document()
+    document.value = _plain(mapping, (), document)
+    return document
+
+
+_DEEPEST = 6
+"""Levels of a mapping below which no section has any."""
+
+
+def _plain(value: object, location: Location, document: Document) -> object:
+    """A Python value as the text of a file would give it; what no file can say is noted."""
+    if isinstance(value, Section):
+        value = value.model_dump(exclude_unset=True)
+    if isinstance(value, int) and not isinstance(value, bool) and not _fits(value):
+        document.faults.append(Fault(dotted(location), _TOO_LARGE))
+        return UNREADABLE
+    if len(location) >= _DEEPEST:
+        return value
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(each, (*location, index), document) for index, each in enumerate(value))
+    if not isinstance(value, Mapping):
+        return value
+    found: dict[str, object] = {}
+    for key, each in value.items():
+        name = key if isinstance(key, str) else shown(key)
+        if not isinstance(key, str):
+            document.faults.append(Fault(dotted(location), _odd_key(f"the key {name}"), allowed=_KEYS))
+            document.odd_keys.add((*location, name))
+        found.setdefault(name, _plain(each, (*location, name), document))
+    return found
 
 
 class _Reading:
@@ -186,7 +214,7 @@ class _Reading:
         if isinstance(node, ScalarNode) and kind in _TEXT_TAGS and _is_clean(node.value):
             return str(node.value)
         name = f"the key {shown(node.value)}" if isinstance(node, ScalarNode) else "a section or list for a key"
-        problem, allowed = f"has {name}, which does not read as text", "keys of text, quoted if need be"
+        problem, allowed = _odd_key(name), _KEYS
         if kind == "merge":
             problem, allowed = "has a merge key '<<', which YAML 1.2 does not have", "the merged keys written out"
         line, column = _place_of(node)
@@ -205,8 +233,8 @@ class _Reading:
             value = getattr(self._scalars, f"construct_yaml_{kind}")(node)
         except (ValueError, LookupError):  # `!!int x`, `!!bool x`, `!!int`, and a few odd ones such as `-_`
             return self._spoil(location, f"{shown(node.value)} cannot be read as a number or truth value")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            return self._spoil(location, "is a number of more than 64 bits")
+        if isinstance(value, int) and not _fits(value):
+            return self._spoil(location, _TOO_LARGE)
         return value
 
     def _refuse_tag(self, kind: str, location: Location) -> object:
@@ -216,6 +244,14 @@ class _Reading:
     def _spoil(self, location: Location, problem: str, **details: str) -> object:
         self._document.faults.append(self._document.fault(location, problem, **details))
         return UNREADABLE
+
+
+def _odd_key(name: str) -> str:
+    return f"has {name}, which does not read as text"
+
+
+def _fits(number: int) -> bool:
+    return -(2**63) <= number < 2**63
 
 
 def _num_nodes(node: Node, known: dict[int, int] | None = None) -> int:

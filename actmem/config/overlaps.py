@@ -4,14 +4,14 @@ in one model and not in another is found once it is traced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from actmem.config.layers import to_ranges
 from actmem.config.op_names import INPUT
-from actmem.config.patterns import covers, literal_path, pattern_problem
+from actmem.config.patterns import covers, literal_path, problems_of
 from actmem.config.schema import RunConfig
-from actmem.config.settings import COMM, FULL, LAYER_SWAP, OP_SWAP, SELECT, Setting, settings_in_effect
+from actmem.config.settings import COMM, FULL, LAYER_SWAP, OP_SWAP, SELECT, Setting, patterns_in, settings_in_effect
 
 ATTENTION_PATTERN = r"(.*\.)?self_attn"
 """What `activation_swap: attention` swaps, with all below it."""
@@ -31,8 +31,9 @@ class Overlap:
 
 def overlaps(config: RunConfig) -> Iterator[Overlap]:
     """Each pair of settings that recompute and swap the same, among those in effect that are sound by themselves."""
-    recomputed = list(filter(_is_sound, settings_in_effect(config, FULL, SELECT, COMM)))
-    swapped = list(filter(_is_sound, settings_in_effect(config, LAYER_SWAP, OP_SWAP)))
+    problems = problems_of(patterns_in(config))
+    recomputed = [each for each in settings_in_effect(config, FULL, SELECT, COMM) if _is_sound(each, problems)]
+    swapped = [each for each in settings_in_effect(config, LAYER_SWAP, OP_SWAP) if _is_sound(each, problems)]
     for mine in recomputed:
         for theirs in [*swapped, *_attention(config, mine)]:
             where = _shared(mine, theirs)
@@ -47,8 +48,8 @@ def _attention(config: RunConfig, beside: Setting) -> list[Setting]:
     return [Setting("activation_swap", (), beside.entries, ATTENTION_PATTERN)]
 
 
-def _is_sound(setting: Setting) -> bool:
-    if setting.pattern is not None and pattern_problem(setting.pattern):
+def _is_sound(setting: Setting, problems: Mapping[str, str | None]) -> bool:
+    if setting.pattern is not None and problems[setting.pattern]:
         return False
     try:
         return bool(setting.layers)

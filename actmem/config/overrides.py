@@ -30,6 +30,9 @@ def _apply(document: Document, override: str) -> Document:
     if not equals or not all(location):
         fault = Fault(shown(override), "is not an override", override, allowed=_FORM)
         return replace(document, faults=[*document.faults, fault])
+    if not text.strip():
+        fault = Fault(dotted(location), "has no value after '='", allowed=f"{dotted(location)}=VALUE, such as null")
+        return replace(document, faults=[*document.faults, fault])
     given = read_document(text)
     faults = [replace(fault, path=_inside(location, fault.path), line=None, column=None) for fault in given.faults]
     value, blocked = _with(document.value, location, given.value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
 import regex
@@ -22,6 +22,8 @@ from actmem.config.shown import quoted
 
 TIME_LIMIT = 0.25
 """Seconds of one match, and of all that are tried when a pattern is checked."""
+
+_PATIENCE_S = 4.0
 
 _ESCAPED = re.compile(r"\\N\{[^}]*\}|\\.", re.DOTALL)
 _SET = re.compile(r"\[\^?\]?[^\]]*\]")
@@ -54,6 +56,18 @@ def pattern_problem(pattern: str) -> str | None:
     except (re.error, regex.error, ValueError, OverflowError, RecursionError) as error:
         return f"is not a valid regex: {error}"
     return _time_problem(pattern)
+
+
+@lru_cache(maxsize=64)
+def problems_of(patterns: tuple[str, ...]) -> Mapping[str, str | None]:
+    """`pattern_problem` of each; once they have taken long enough together, those that are left are not looked at."""
+    started, found = time.perf_counter(), dict[str, str | None]()
+    for pattern in patterns:
+        is_late = time.perf_counter() - started > _PATIENCE_S
+        found[pattern] = (
+            f"comes behind others that took over {_PATIENCE_S:g} s" if is_late else pattern_problem(pattern)
+        )
+    return found
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -12,9 +12,9 @@ from functools import partial
 from actmem.config.complaint import Complaint, Rule
 from actmem.config.layers import bad_entries, span_of
 from actmem.config.overlaps import ALLOWED_FATES, overlaps
-from actmem.config.patterns import pattern_problem
+from actmem.config.patterns import problems_of
 from actmem.config.schema import RunConfig, SwapConfig
-from actmem.config.settings import COMM, FULL, LAYER_FIELDS, LAYER_SWAP, OP_SWAP, SELECT, settings_in
+from actmem.config.settings import COMM, FULL, LAYER_FIELDS, LAYER_SWAP, OP_SWAP, SELECT, patterns_in, settings_in
 from actmem.config.shown import quoted
 from actmem.config.sizes import num_layers
 
@@ -92,10 +92,11 @@ def _last_layers(config: RunConfig, field: str) -> Iterator[tuple[tuple[str | in
 
 
 def _sound_patterns(field: str, config: RunConfig) -> Iterator[Complaint]:
+    problems = problems_of(patterns_in(config))
     for setting in settings_in(config, field):
         if setting.pattern is None:
             continue
-        problem = pattern_problem(setting.pattern) if setting.pattern else "is empty, and matches no path"
+        problem = problems[setting.pattern] if setting.pattern else "is empty, and matches no path"
         if problem is not None:
             allowed = "a regex over the whole path of a module or op inside the layer, such as '.*mlp'"
             yield Complaint(field, f"{quoted(setting.pattern)} {problem}", setting.pattern, allowed, setting.pattern_at)

@@ -75,3 +75,9 @@ def settings_in_effect(config: RunConfig, *fields: str) -> list[Setting]:
 def _by_pattern(field: str, patterns: Mapping[str, tuple[object, ...]] | None) -> Iterator[Setting]:
     for pattern, entries in (patterns or {}).items():
         yield Setting(field, (pattern,), entries, pattern, (pattern,))
+
+
+def patterns_in(config: RunConfig) -> tuple[str, ...]:
+    """All patterns that settings have, whether in effect or not, each once."""
+    found = (setting.pattern for field in LAYER_FIELDS for setting in settings_in(config, field))
+    return tuple(dict.fromkeys(pattern for pattern in found if pattern is not None))

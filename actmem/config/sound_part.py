@@ -11,6 +11,8 @@ STAND_INS: dict[str, dict[str, object]] = {"model": {}, "data": {"path": ["*"]}}
 """What takes the place of sections without which there is no configuration."""
 
 _LISTS_OF_SECTIONS = {("swap", "layer_swap"), ("swap", "op_swap")}
+_OP_NAMES, _NO_OP = (("swap", "op_swap"), "op_name"), "(?!)"
+"""A field that every entry of a list has, and what takes its place: a pattern that matches nothing."""
 
 
 class Dropped:
@@ -62,7 +64,9 @@ class Dropped:
             return value
         if isinstance(value, dict):
             inner = {key: (*location, key) for key in value}
-            return {key: self._pruned(value[key], at) for key, at in inner.items() if at not in self._locations}
+            kept = {key: self._pruned(value[key], at) for key, at in inner.items() if at not in self._locations}
+            lacks_op = _is_op_name((*location, _OP_NAMES[1])) and (*location, _OP_NAMES[1]) in self._locations
+            return kept | ({_OP_NAMES[1]: _NO_OP} if lacks_op else {})
         if isinstance(value, list):
             entries = [((*location, index), entry) for index, entry in enumerate(value)]
             return [self._pruned(entry, at) for at, entry in entries if at not in self._locations]
@@ -75,8 +79,12 @@ def _droppable(value: dict[str, object], kind: str, location: Location) -> Locat
         return location
     field = _at(value, location[:2])
     if location[:2] in _LISTS_OF_SECTIONS and isinstance(field, list):
-        return location[:3]
+        return location[:4] if _is_op_name(location[:4]) else location[:3]
     return location[:3] if isinstance(field, dict) and set(location[2:3]) & set(field) else location[:2]
+
+
+def _is_op_name(location: Location) -> bool:
+    return (location[:2], *location[3:]) == _OP_NAMES
 
 
 def _at(value: object, location: Location) -> object:

@@ -98,7 +98,11 @@ def _problem(setting: Setting, pattern: str, paths: Iterable[str]) -> str:
     if setting.field == COMM and (others := hits(pattern, paths)):
         got = "but got cell" if any(path.startswith(f"{others[0]}.") for path in paths) else "of communication"
         return f"is expected to be operation {got}: {others[0]!r}; this configuration will not be effective"
-    return f"matches no module and no op in {layers}" if setting.field != EXCLUDE else f"matches no op in {layers}"
+    if setting.field != EXCLUDE:
+        return f"matches no module and no op in {layers}"
+    is_path = not setting.inside and not re.fullmatch(r"[\w:]+", setting.pattern or "")
+    how = ": in a list stand parts of op names, such as mm; for paths, write PATTERN: LAYERS" if is_path else ""
+    return f"matches no op in {layers}{how}"
 
 
 def _nearest(setting: Setting, pattern: str, paths: Iterable[str]) -> tuple[str, ...]:

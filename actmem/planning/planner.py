@@ -368,7 +368,7 @@ class Planner:
         made_up = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
         raise PlanError(
             f"a budget of {format_bytes(budget_bytes)} cannot be met: the least possible is "
-            f"{format_bytes(least.peak_bytes)}, reached at {least.peak.where} with {made_up}; what would lower it: "
+            f"{format_bytes(least.peak_bytes)}, reached {least.peak.where} with {made_up}; what would lower it: "
             f"{'; '.join(self._remedies(least.peak))}"
         )
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from actmem.config.layers import to_ranges
-from actmem.config.op_names import FAMILIAR_NAMES
+from actmem.config.op_names import COLLECTIVES, FAMILIAR_NAMES
 from actmem.config.overlaps import ATTENTION_PATTERN
 from actmem.config.schema import RunConfig
 from actmem.config.settings import (
@@ -88,8 +88,11 @@ def settings_of_rules(config: RunConfig) -> dict[tuple[Rule, str | None], Settin
 def pattern_of_excluded(text: str) -> str:
     """A regex for the paths of all ops whose own or familiar name holds `text`, in upper or lower case.
 
-    ATen's own way of writing, ``aten::mm.default``, and MindSpore's, ``InnerCommAllGather``, are understood.
+    ATen's own way of writing, ``aten::mm.default``, and MindSpore's, ``InnerCommAllGather``, are understood; its own
+    ``InnerComm`` alone means every collective.
     """
+    if text.lower() == "innercomm":
+        return rf"(?:.*\.)?(?:{'|'.join(COLLECTIVES)})[^.#]*(?:#\d+)?"
     part = text.lower().removeprefix("innercomm").removeprefix("aten::").removeprefix("aten.").removesuffix(".default")
     if "." in part or "#" in part:  # no name holds these
         return "(?!)"

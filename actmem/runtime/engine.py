@@ -135,6 +135,7 @@ class Engine:
         self._model = weakref.ref(model)
         self._verify = memory.verify
         self._strict = memory.strict_matching
+        self.refusal: str | None = None
         self._has_reported = False
         self._deeds = Deeds()
         self._asked: dict[int, tuple[Rule, ...]] = {}
@@ -216,6 +217,7 @@ class Engine:
         told = "; ".join(map(str, idle))
         message = f"rules of {self.source.name} without effect: {told}; `actmem explain` lists the paths"
         if self._strict:
+            self.refusal = message
             raise PlanError(message)
         warnings.warn(message, NoEffectWarning, stacklevel=2)
 

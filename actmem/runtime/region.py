@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from actmem._compat import is_compiler_watching
-from actmem.errors import ApplyError
+from actmem.errors import ApplyError, PlanError
 from actmem.graph import RegionGraph
 from actmem.planning import Action
 from actmem.planning.fates import fates_under
@@ -55,6 +55,8 @@ class PlannedRegion:
             raise ApplyError(f"{self._stats.name} is being compiled while a plan is applied: remove one of the two")
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if self._engine.refusal is not None:
+            raise PlanError(self._engine.refusal)
         if getattr(module, "gradient_checkpointing", False) and module.training:
             raise ApplyError(
                 f"Hugging Face gradient checkpointing is on in {self._stats.name} as well as a plan, so it would be "

@@ -44,7 +44,7 @@ class TrainingProgress:
 
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
-        self._console.print(text)
+        self._console.print(text, soft_wrap=True)
 
     def show(self, record: StepRecord) -> None:
         """The step that has just ended."""

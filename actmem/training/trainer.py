@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actmem.config.platforms import refuse_other_platforms
+from actmem.config.rules import idle_settings
 from actmem.config.schema import DataConfig, RunConfig
 from actmem.errors import CheckpointError, DataError, NonFiniteError
 from actmem.models.building import build_model, model_fields
@@ -29,6 +30,7 @@ from actmem.parallel.world import World, join
 from actmem.planning import Plan
 from actmem.planning.sections import name_of, plan_of
 from actmem.runtime.apply import rule_source
+from actmem.runtime.engine import NoEffectWarning
 from actmem.runtime.yardsticks import YARDSTICKS
 from actmem.training.budget import AnyPlanned, peaks_of, plan_run
 from actmem.training.budget import describe as describe_plan
@@ -82,6 +84,8 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
     """
     refuse_other_platforms(config)
     refuse_clashing_sections(config)
+    for idle in idle_settings(config):
+        warnings.warn(str(idle), NoEffectWarning, stacklevel=2)
     directory = RunDirectory(config.train.output_dir)
     with ExitStack() as stack:
         world = stack.enter_context(join(config, choose_device(config.train.device)))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from actmem.cli import main
 from actmem.config.loading import load_config
-from actmem.errors import PlatformError
+from actmem.errors import ConfigError, PlanError, PlatformError
 from actmem.models.building import build_model
 from actmem.planning import Plan
 from actmem.planning.sections import plan_of
@@ -150,3 +150,38 @@ def test_a_plan_is_for_one_layout(config: Path) -> None:
         found = CliRunner().invoke(main.app, ["check", str(config)])
         assert found.exit_code == code, found.output
     assert "layout: plan tp 2, model None" in found.output
+
+
+NOTHING = "recompute: {mode: select, select_module: {'.*mlp': [0-3], '.*nothing': [0-3]}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (NOTHING + "memory: {strict_matching: true}", "matches no module and no op in layers 0-3"),
+        (
+            "swap: {enable: true, layer_swap: [{layers: [0-1]}]}\nmemory: {min_swap_bytes: 0, disk_limit: 1KiB}",
+            "too few for what the plan swaps",
+        ),
+    ],
+)
+def test_what_check_refuses_is_not_written(config: Path, text: str, words: str) -> None:
+    config.write_text(HEAD + text)
+    result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "plan.yaml"])
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
+    assert not Path("plan.yaml").exists()
+
+
+def test_what_check_warns_of_is_said(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config.write_text(HEAD + NOTHING)
+    result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "plan.yaml", "--json"], catch_exceptions=False)
+    (warning,) = json.loads(result.stdout)["warnings"]
+    assert "matches no module and no op" in warning["problem"]
+
+
+def test_a_plan_is_not_written_over_its_configuration(config: Path) -> None:
+    config.write_text(HEAD + SECTIONS)
+    result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "./run.yaml"])
+    assert isinstance(result.exception, PlanError)
+    assert config.read_text() == HEAD + SECTIONS

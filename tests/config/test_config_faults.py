@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from actmem.config.loading import parse_config
@@ -253,7 +255,7 @@ def test_a_mapping_is_checked_the_same_way_without_lines() -> None:
     fault = only_fault({"model": {"name": "qwen3-tiny"}, "data": {"path": ["a"]}, "train": {"steps": "10"}})
     assert (fault.path, fault.problem, fault.line) == ("train.steps", "'10' is text", None)
     section, top = faults_of({"model": {"name": "qwen3-tiny", 1: 2}, "data": {"path": ["a"]}, 3: 4})
-    assert (section.path, top.path, top.problem) == ("model", "top level", "has the key 3, which is not text")
+    assert (section.path, top.path, top.problem) == ("model", "top level", "has the key 3, which does not read as text")
 
 
 def test_a_mapping_may_hold_sections() -> None:
@@ -266,3 +268,39 @@ def test_a_mapping_may_hold_sections() -> None:
 def test_a_configuration_survives_json() -> None:
     whole = parse_config(SOUND + "train: {betas: [0, 0.5]}\nmemory: {verify: off}\n")
     assert RunConfig.model_validate_json(whole.model_dump_json()) == whole
+
+
+MINIMAL = {"model": {"name": "qwen3-tiny"}, "data": {"path": ["a"]}}
+
+
+@pytest.mark.parametrize("key", [None, float("nan"), ("a",), 1.5, b"mode", 10**5000], ids=range(6))
+@pytest.mark.parametrize("inside", [False, True])
+def test_keys_of_a_mapping_that_are_no_text(key: object, inside: bool) -> None:
+    odd = {"recompute": {key: 1}} if inside else {key: 1}
+    fault = only_fault({**MINIMAL, **odd})
+    assert fault.path == ("recompute" if inside else "top level")
+    assert "which does not read as text" in fault.problem
+
+
+def test_a_number_of_a_mapping_that_is_too_large() -> None:
+    swap = {"enable": True, "default_prefetch": 10**5000, "layer_swap": [{"layers": [0]}]}
+    fault = only_fault({**MINIMAL, "swap": swap})
+    assert (fault.path, fault.problem) == ("swap.default_prefetch", "is a number of more than 64 bits")
+
+
+def test_a_faulty_name_of_an_op_does_not_hide_the_faults_beside_it() -> None:
+    swap = {"enable": True, "op_swap": [{"op_name": 1, "layers": [9, "3-1"]}, {"layers": [7]}]}
+    found = [fault.path for fault in faults_of({**MINIMAL, "swap": swap})]
+    assert "swap.op_swap[0].op_name" in found
+    assert "swap.op_swap[1].op_name" in found
+    assert {"swap.op_swap[0].layers[0]", "swap.op_swap[0].layers[1]"} & set(found)
+    assert "swap.op_swap[1].layers[0]" in found
+
+
+def test_many_slow_patterns_are_given_up_together() -> None:
+    slow = {r"(.*)(.*)(.*)(.*)(.*)(.*)\1\2\3\4\5\6x" + "(?:)" * index: [0] for index in range(20)}
+    started = time.perf_counter()
+    found = faults_of({**MINIMAL, "recompute": {"mode": "select", "select_module": slow}})
+    assert time.perf_counter() - started < 10
+    assert len(found) == 20
+    assert "comes behind others that took over 4 s" in found[-1].problem

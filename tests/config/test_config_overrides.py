@@ -46,7 +46,7 @@ def test_an_override_mends_a_fault_of_the_file() -> None:
         ("train.steps=x", "train.steps", "'x' is text"),
         ("train.stepz=3", "train.stepz", "is not a key of train"),
         ("tran.steps=3", "tran", "is not a key of the top level"),
-        ("train.steps=", "train.steps", "is empty (null)"),
+        ("train.steps=", "train.steps", "has no value after '='"),
         (
             "data.path=[",
             "data.path",

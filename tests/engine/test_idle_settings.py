@@ -7,11 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from planned_runs import language_loss, planned_copy, token_batch
+from planned_runs import language_loss, planned_copy, tiny_qwen3, token_batch
 from torch import nn
 
 from actmem.errors import PlanError
-from actmem.runtime import NoEffectWarning
+from actmem.runtime import NoEffectWarning, apply
 
 FULL = {"mode": "full", "full_recompute_layer": [0]}
 SELECT = {"mode": "select", "select_module": {"mlp": [0]}}
@@ -73,3 +73,13 @@ def test_what_keeps_anything_is_not_told_of(qwen3: nn.Module, sections: dict[str
     planned, applied = planned_copy(qwen3, sections, strict_matching=True)
     with applied:
         language_loss(token_batch())(planned).backward()
+
+
+def test_what_strict_matching_refuses_it_refuses_each_time() -> None:
+    model = tiny_qwen3()
+    sections = {"recompute": {"mode": "select", "select_module": {"mlp": [0], "zz": [0]}}}
+    with apply(model, sections, memory={"strict_matching": True}):
+        for _ in range(3):
+            with pytest.raises(PlanError, match="'zz'"):
+                language_loss(token_batch(1))(model)
+    language_loss(token_batch(1))(model).backward()

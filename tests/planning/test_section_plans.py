@@ -270,3 +270,10 @@ def test_a_reach_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 def test_a_rule_that_takes_too_long_on_a_path_says_so() -> None:
     with pytest.raises(PlanError, match="takes over"):
         Rule("(a|a)*", Action.SAVE).matches("a" * 60 + "!")
+
+
+@pytest.mark.parametrize("text", ["InnerComm", "innercomm", "InnerCommAllGather"])
+def test_the_name_that_all_collectives_have_elsewhere_means_these_alone(text: str) -> None:
+    matching = {path for path in PATHS if re.fullmatch(pattern_of_excluded(text), path)}
+    assert matching
+    assert all(is_communication(path.rpartition(".")[2].partition("#")[0]) for path in matching)
