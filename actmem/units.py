@@ -34,6 +34,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.{_decimals(value)}f} TiB"
 
 
+def shown_budget(budget: str | int | float) -> str:
+    """A budget as it is written: bytes in their unit, anything else as it is."""
+    return format_bytes(budget) if isinstance(budget, int) else str(budget)
+
+
 def _shortened(text: str) -> str:
     return repr(text if len(text) <= _LONG else f"{text[:_LONG]}...")
 

@@ -34,7 +34,7 @@ from actmem.training.loss import states_loss
 from benchmarks.machine import Machine
 from benchmarks.run import RESULTS, dense
 
-LAYERS, HIDDEN, LENGTH, MICROBATCHES = 8, 256, 512, 8
+LAYERS, HIDDEN, LENGTH, MICROBATCHES = 8, 512, 512, 8
 POLICIES = ("none", "selective", "full", "attention-swap")
 CPU = torch.device("cpu")
 WARM_UP = 3  # a stage learns its layers in the first step, and its order of actions

@@ -16,6 +16,7 @@ from actmem.config.shown import bounded
 from actmem.errors import ConfigError, Fault
 from actmem.planning import Plan
 from actmem.planning.sections import name_of, plan_of
+from actmem.units import shown_budget
 
 
 def check(
@@ -107,7 +108,7 @@ def _layout(parallel: ParallelConfig) -> str:
 
 def _plan_name(run: RunConfig) -> str:
     if run.memory_budget is not None:
-        return f"the best for memory_budget: {run.memory_budget}"
+        return f"the best for memory_budget: {shown_budget(run.memory_budget)}"
     plan = plan_of(run)
     return name_of(plan) if isinstance(plan, Plan) else f"from {plan}" if run.plan else f"policy {plan}"
 

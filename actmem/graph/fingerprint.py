@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,3 +46,25 @@ class Fingerprint:
 
 def _plain(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+_OR = "or"
+
+
+def joined_variants(variants: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """`Fingerprint.inputs` for layers that are not all given the same, as where only some have a mask."""
+    joined: list[str] = []
+    for variant in variants:
+        joined += [_OR, *variant] if joined else variant
+    return tuple(joined)
+
+
+def variants_of(inputs: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """What `joined_variants` has joined."""
+    found: list[tuple[str, ...]] = [()]
+    for line in inputs:
+        if line == _OR:
+            found.append(())
+        else:
+            found[-1] = (*found[-1], line)
+    return found

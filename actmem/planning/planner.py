@@ -368,8 +368,8 @@ class Planner:
         made_up = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
         raise PlanError(
             f"a budget of {format_bytes(budget_bytes)} cannot be met: the least possible is "
-            f"{format_bytes(least.peak_bytes)}, reached {least.peak.where} with {made_up}; what would lower it: "
-            f"{'; '.join(self._remedies(least.peak))}"
+            f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), reached {least.peak.where} with {made_up}; "
+            f"what would lower it: {'; '.join(self._remedies(least.peak))}"
         )
 
     def _remedies(self, peak: Moment) -> Iterator[str]:

@@ -89,7 +89,7 @@ class Applied:
         """The plan in force, for `Plan.save`: rules of the layers called so far, and what they were made for."""
         if self._engine is None:
             raise PlanError(f"{self.name} is torch's own way of recomputing: it follows no plan of ours")
-        if not self._engine.inputs:
+        if not self._engine.has_run:
             raise PlanError(
                 f"{self.name} has no rules yet: they are made when the layers first run; run one step first"
             )
@@ -260,8 +260,11 @@ def _refuse_conflicts(model: nn.Module, regions: dict[str, nn.Module]) -> None:
 
 
 def region_kind(module: nn.Module) -> str:
-    """A name that is equal for regions of equal class and parameter shapes."""
-    shapes = [f"{name}{tuple(each.shape)}{each.dtype}" for name, each in module.named_parameters()]
+    """A name that is equal for regions of equal class and parameter shapes, of which the same are trained."""
+    shapes = [
+        f"{name}{tuple(each.shape)}{each.dtype}{'' if each.requires_grad else ' frozen'}"
+        for name, each in module.named_parameters()
+    ]
     classes = [type(each).__qualname__ for each in module.modules()]
     digest = hashlib.sha256("\n".join([*shapes, *classes]).encode()).hexdigest()[:12]
     return f"{type(module).__name__}-{digest}"

@@ -15,6 +15,7 @@ from actmem._compat import storage_id
 from actmem.config.schema import MemoryConfig
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
+from actmem.graph.fingerprint import joined_variants, variants_of
 from actmem.planning import Action, Fingerprint, Plan, Policy, Rule
 from actmem.planning.clashes import refuse_clashes_in
 from actmem.planning.idle_rules import Deeds, idle_rules
@@ -130,7 +131,7 @@ class Engine:
         self.min_swap_bytes = memory.min_swap_bytes
         self.shared: dict[Hashable, Script] = {}
         self.volatile: set[int] = set()
-        self.inputs: tuple[str, ...] = ()
+        self._inputs: dict[tuple[str, ...], None] = {}
         self.autocast: str | None = None
         self._model = weakref.ref(model)
         self._verify = memory.verify
@@ -141,20 +142,27 @@ class Engine:
         self._asked: dict[int, tuple[Rule, ...]] = {}
         self._num_layers = num_layers
 
-    def check_inputs(self, inputs: tuple[str, ...], autocast: str | None) -> None:
-        """Refuse inputs that the plan was not made for; note those of the first call."""
-        self.inputs = self.inputs or inputs
+    @property
+    def has_run(self) -> bool:
+        """Whether any layer has been called."""
+        return bool(self._inputs)
+
+    def check_inputs(self, inputs: tuple[str, ...], autocast: str | None, *, first: bool) -> None:
+        """Refuse inputs that the plan was not made for; note those of each layer's `first` call."""
+        if first:
+            self._inputs[inputs] = None
         self.autocast = autocast
         made_for = self.source.made_for
         if made_for is not None and made_for.inputs:
-            met = replace(made_for, inputs=inputs, autocast=autocast)
+            known = made_for.inputs if inputs in variants_of(made_for.inputs) else inputs
+            met = replace(made_for, inputs=known, autocast=autocast)
             differences = made_for.differences(met)
             if differences:
                 raise PlanError("\n  ".join([f"the plan {self.source.name} was made for other inputs:", *differences]))
 
     def plan(self, made_for: Fingerprint) -> Plan:
         """The rules of all layers called so far as one plan."""
-        fingerprint = replace(made_for, inputs=self.inputs, autocast=self.autocast)
+        fingerprint = replace(made_for, inputs=joined_variants(self._inputs), autocast=self.autocast)
         return Plan(self.source.name, self.source.joined(self._asked), fingerprint, self.source.prefetch)
 
     def verifies(self, *, first: bool) -> bool:

@@ -67,7 +67,9 @@ class PlannedRegion:
 
     def _run(self, module: nn.Module, forward: Any, args: Any, kwargs: Any, key: Hashable) -> Any:
         if key not in self._seen:
-            self._engine.check_inputs(_input_shapes(args, kwargs), _autocast(_device_type(args, kwargs, module)))
+            self._engine.check_inputs(
+                _input_shapes(args, kwargs), _autocast(_device_type(args, kwargs, module)), first=not self._seen
+            )
         self._stats.num_calls += 1
         if self._stats.num_calls > 1:
             self._engine.report_no_effect()

@@ -23,7 +23,10 @@ def structure_of(layer: nn.Module) -> Hashable:
         (
             name,
             type(module),
-            tuple((key, tuple(each.shape), each.dtype) for key, each in module.named_parameters(recurse=False)),
+            tuple(
+                (key, tuple(each.shape), each.dtype, each.requires_grad)
+                for key, each in module.named_parameters(recurse=False)
+            ),
             tuple(sorted((k, v) for k, v in vars(module).items() if isinstance(v, _PLAIN) and k != _POSITION)),
         )
         for name, module in layer.named_modules()

@@ -77,7 +77,32 @@ def _trace(
     sharding: Sharding,
     gradient: str | None = None,
 ) -> Graph:
+    if not isinstance(batch, Mapping):
+        raise ApplyError(
+            f"batch is a {type(batch).__name__}; allowed: a mapping of the model's keyword arguments, such as "
+            '{"input_ids": tokens, "labels": tokens}'
+        )
     graph = trace_layers(model, batch, loss=loss, regions=regions)
+    try:
+        return _trace_step(model, batch, graph, loss=loss, sharding=sharding, gradient=gradient)
+    except _UnevenError:  # layers that are built alike need not save alike: gradients may reach some of them alone
+        graph = trace_layers(model, batch, loss=loss, regions=regions, each=True)
+        return _trace_step(model, batch, graph, loss=loss, sharding=sharding, gradient=gradient)
+
+
+class _UnevenError(ApplyError):
+    """A layer saved another number of tensors than the one that was traced for it."""
+
+
+def _trace_step(
+    model: nn.Module,
+    batch: Mapping[str, object],
+    graph: Graph,
+    *,
+    loss: Loss | None,
+    sharding: Sharding,
+    gradient: str | None,
+) -> Graph:
     names = list(graph.layers)
     device = _device_of(model)
     with torch.enable_grad(), _random_state_kept(device), _at_hand(model, batch) as (run, leaves, buffers, arguments):
@@ -108,13 +133,15 @@ def trace_layers(
     *,
     loss: Loss | None = None,
     regions: Sequence[nn.Module | str] | None = None,
+    each: bool = False,
 ) -> Graph:
     """The graph of the layers' forward passes alone, without the `step` around them. Of layers that are built alike,
-    the first one runs for all."""
+    the first one runs for all, unless `each` is to run, or parameters are frozen, by which they may differ as well."""
     device = _device_of(model)
     with torch.enable_grad(), apply(model, "none", regions=regions, memory={"verify": "off"}) as applied:
         layers = {name: model.get_submodule(name) for name in applied.regions}
-        firsts = first_of_each(layers) if _is_without_numbers(model) else {name: name for name in layers}
+        alike = _is_without_numbers(model) and not each and all(one.requires_grad for one in model.parameters())
+        firsts = first_of_each(layers) if alike else {name: name for name in layers}
         with _random_state_kept(device), _at_hand(model, batch) as (run, _, _, arguments):
             with until_all_ran([layers[name] for name in dict.fromkeys(firsts.values())]):
                 run(loss or default_loss, arguments)
@@ -228,7 +255,7 @@ def _refuse_uneven(names: Sequence[str], graph: Graph, recorder: StepRecorder) -
         )
     for name, count in zip(names, recorder.num_packed, strict=True):
         if count != len(graph.of_layer(name).packed):
-            raise ApplyError(
+            raise _UnevenError(
                 f"{name} saved {len(graph.of_layer(name).packed)} tensors in one pass and {count} in the next; a step "
                 "is planned for layers that do the same each time"
             )

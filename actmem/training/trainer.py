@@ -51,7 +51,7 @@ from actmem.training.run_directory import RunDirectory
 from actmem.training.stopping import StopRequest
 from actmem.training.token_stream import TokenStream, open_token_stream
 from actmem.training.tokenizing import Tokenizer, open_tokenizer
-from actmem.units import format_bytes
+from actmem.units import format_bytes, shown_budget
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Trainer:
         """The plan for the memory budget, if there is one, found by the first process for all."""
         if self.config.memory_budget is None:
             return None
-        self.progress.say(f"looking for the best plan within memory_budget: {self.config.memory_budget}")
+        self.progress.say(f"looking for the best plan within memory_budget: {shown_budget(self.config.memory_budget)}")
         vocab_size = model.config.vocab_size
         planned = self.world.from_first(
             lambda: plan_run(self.config, build_shapes(self.config.model, vocab_size=vocab_size), mesh=self.world.mesh)

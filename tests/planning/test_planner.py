@@ -27,6 +27,16 @@ from actmem.training.budget import planner_of
 from actmem.training.loss import next_token_loss
 from actmem.training.traced import trace_step
 
+SLIDING: dict[str, object] = {
+    "model_type": "qwen3",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 NUM_LAYERS = 2
 SECONDS = {"cheap": 1.0, "dear": 7.0}
 
@@ -227,3 +237,19 @@ def test_unknown_hardware_is_told_with_the_nearest(graph: Graph) -> None:
 def test_layers_alone_cannot_be_planned(graph: Graph) -> None:
     with pytest.raises(PlanError, match="whole step"):
         actmem.plan(Graph(graph.layers, graph.kinds), "50%", "cpu")
+
+
+def test_a_plan_for_layers_that_are_not_all_given_the_same() -> None:
+    """Of Qwen3's layers with a sliding window and without, only some are given a mask."""
+    fields = SLIDING | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    model = build_model(ModelConfig(config=fields), seed=0)
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    planned = actmem.plan(actmem.trace(model, batch), memory_budget="40%", hardware="h100-sxm")
+    assert planned.plan.fingerprint is not None
+    assert "or" in planned.plan.fingerprint.inputs
+    with apply(model, planned.plan) as applied:
+        model(**batch).loss.backward()
+        assert applied.stats.dropped_bytes > 0
+        with pytest.raises(PlanError, match="other inputs"):
+            model(input_ids=tokens[:1], labels=tokens[:1], use_cache=False)

@@ -206,3 +206,45 @@ def test_layers_whose_backward_pass_needs_memory_at_other_moments_are_of_another
     )
     plain, adding = (graph.kinds[kinds[layer]] for layer in (2, 1))
     assert plain.ops == adding.ops and plain.backward != adding.backward
+
+
+FROZEN = {
+    "the first layer": ["layers.0."],
+    "embedding and first layer": ["embed_tokens", "layers.0."],
+    "all but the last layer": ["embed_tokens", "layers.0.", "layers.1.", "norm", "lm_head"],
+    "all but some products": ["embed_tokens", "mlp", "k_proj", "v_proj", "o_proj", "norm", "lm_head"],
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN.keys())
+@pytest.mark.parametrize("shapes", [True, False], ids=["shapes", "numbers"])
+def test_layers_of_which_parts_are_frozen_are_told_apart(frozen: list[str], shapes: bool) -> None:
+    model = build_shapes(CONFIGS["dense"]) if shapes else real_model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    graph = trace(model, tokens("meta" if shapes else "cpu"))
+    packed = [len(graph.of_layer(name).packed) for name in graph.layers]
+    expected = []
+    real = real_model()
+    for name, parameter in real.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    for layer in real.model.layers:
+        count = [0]
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda each, count=count: _counted(each, count), lambda each: each
+        )
+        layer.register_forward_pre_hook(lambda *_, hooks=hooks: hooks.__enter__())
+        layer.register_forward_hook(lambda *_, hooks=hooks: hooks.__exit__())
+        expected.append(count)
+    real(**tokens())
+    assert packed == [count for (count,) in expected]
+
+
+def _counted(tensor: Tensor, count: list[int]) -> Tensor:
+    count[0] += 1
+    return tensor
+
+
+def test_a_batch_that_is_no_mapping_is_refused() -> None:
+    with pytest.raises(ApplyError, match="batch is a Tensor; allowed: a mapping"):
+        trace(build_shapes(CONFIGS["dense"]), torch.zeros(2, 8, dtype=torch.int64))  # type: ignore[arg-type]
