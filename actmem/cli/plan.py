@@ -15,7 +15,7 @@ from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import read_config
 from actmem.config.rules import idle_settings
 from actmem.config.schema import RunConfig
-from actmem.errors import ConfigError, Fault, PlanError
+from actmem.errors import ApplyError, ConfigError, Fault, PlanError
 from actmem.planning import Plan
 from actmem.units import format_bytes
 
@@ -42,18 +42,21 @@ def plan(
     refuse_yardsticks(run)
     if out.exists() and out.samefile(config):
         raise PlanError(f"the plan would be written over {config} itself; give another file with -o")
-    made = _made(run)
+    made = _made_or_written(run)
+    plan = made.plan if isinstance(made, _Made) else made
     try:
-        made.plan.save(out)
+        plan.save(out)
     except OSError as error:
         raise PlanError(f"cannot write the plan to {out}: {error}; name a file in a folder that exists") from error
     if as_json:
-        print_json({"written": out, **made.to_dict(), "warnings": [asdict(each) for each in warned]})
+        told = made.to_dict() if isinstance(made, _Made) else _named(plan)
+        print_json({"written": out, **told, "warnings": [asdict(each) for each in warned]})
     else:
         Screen(stderr=True).faults(warned, style="yellow")
         screen = Screen()
-        screen.line(f"Written: {out}, plan {made.plan.name} with {counted(len(made.plan.rules), 'rule')}")
-        screen.facts(made.facts())
+        screen.line(f"Written: {out}, plan {plan.name} with {counted(len(plan.rules), 'rule')}")
+        if isinstance(made, _Made):
+            screen.facts(made.facts())
 
 
 def _sound(config: Path, overrides: Sequence[str]) -> tuple[RunConfig, Sequence[Fault]]:
@@ -87,9 +90,7 @@ class _Made:
         peaks = [rank.peak for rank in self.ranks]
         peak = max(peaks, key=lambda peak: peak.num_bytes)
         return {
-            "name": self.plan.name,
-            "num_rules": len(self.plan.rules),
-            "prefetch": self.plan.prefetch,
+            **_named(self.plan),
             "hardware": self.hardware,
             "peak_bytes": peak.num_bytes,
             "peak": {"where": peak.where, "bytes_by_use": dict(peak.bytes_by_use)},
@@ -133,6 +134,38 @@ class _Made:
             for rank, (mine, before) in enumerate(zip(self.ranks, self.unplanned, strict=True))
         }
         return facts | {"the highest": made_of}
+
+
+def _named(plan: Plan) -> dict[str, object]:
+    return {"name": plan.name, "num_rules": len(plan.rules), "prefetch": plan.prefetch}
+
+
+def _made_or_written(run: RunConfig) -> _Made | Plan:
+    """The plan, and what it comes to; of a model that cannot be traced without its weights the plan alone, where the
+    configuration has it without looking at the layers."""
+    try:
+        return _made(run)
+    except ApplyError:
+        if run.memory_budget is not None or run.parallel.pp_size > 1:
+            raise
+        plan = _as_written(run)
+        if plan is None:
+            raise
+        return plan
+
+
+def _as_written(run: RunConfig) -> Plan | None:
+    from actmem.models.regions import find_regions
+    from actmem.planning.sections import plan_of
+    from actmem.runtime.apply import fingerprint
+    from actmem.training.traced import laid_out_model, shapes_of
+
+    given = plan_of(run)
+    given = Plan.load(given) if isinstance(given, Path) else given
+    if not isinstance(given, Plan):
+        return None
+    with laid_out_model(run, shapes_of(run)) as part:
+        return replace(given, fingerprint=fingerprint(part, find_regions(part)))
 
 
 def _made(run: RunConfig) -> _Made:

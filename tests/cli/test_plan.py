@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from actmem.cli import main
 from actmem.config.loading import load_config
-from actmem.errors import ConfigError, PlanError, PlatformError
+from actmem.errors import ApplyError, ConfigError, PlanError, PlatformError
 from actmem.models.building import build_model
 from actmem.planning import Plan
 from actmem.planning.sections import plan_of
@@ -185,3 +185,19 @@ def test_a_plan_is_not_written_over_its_configuration(config: Path) -> None:
     result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "./run.yaml"])
     assert isinstance(result.exception, PlanError)
     assert config.read_text() == HEAD + SECTIONS
+
+
+def test_sections_are_written_for_experts_that_only_a_run_can_follow(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    eager = HEAD.replace("{name: qwen3-moe-tiny,", "{name: qwen3-moe-tiny, experts_implementation: eager,")
+    config.write_text(f"{eager}recompute: {{mode: full, full_recompute_layer: [0]}}\n")
+    result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "plan.yaml"], catch_exceptions=False)
+    assert result.exit_code == 0
+    mine, by_sections = step(config, plan_of(load_config(config)))
+    theirs, by_file = step(config, Path("plan.yaml"))
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+    assert by_sections.stats.dropped_bytes == by_file.stats.dropped_bytes > 0
+    config.write_text(f"{eager}policy: selective\n")
+    result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "other.yaml"])
+    assert isinstance(result.exception, ApplyError)
