@@ -228,7 +228,7 @@ class ParallelConfig(Section):
     pp_schedule: ScheduleName = "1F1B"
     pp_microbatches: Positive = 8
     pp_layers: Annotated[list[Positive], Field(min_length=1)] | None = None
-    timeout_seconds: Annotated[float, Field(gt=0.0)] = 600.0
+    timeout_seconds: Annotated[float, Field(ge=0.1, le=1e6)] = 600.0
 
     @property
     def world_size(self) -> int:

@@ -92,7 +92,7 @@ def called(rank: int, size: int) -> Iterator[None]:
             if not _is_broken_off(error):
                 raise
             raise RankError(
-                f"an operation between processes came to no end ({_first_line(error)}):\n{call.ask(error)}\n"
+                f"an operation between processes came to no end ({first_line(error)}):\n{call.ask(error)}\n"
                 "  run again to go on from the last checkpoint; where a step takes longer, raise "
                 "parallel.timeout_seconds"
             ) from error
@@ -114,8 +114,8 @@ def _is_broken_off(error: BaseException | None) -> bool:
     return False
 
 
-def _first_line(error: BaseException) -> str:
-    """Without the place in a library's source that it begins with."""
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, without the place in its source that it begins with."""
     return re.sub(r"^\[[^]]*\] ", "", str(error).strip().partition("\n")[0])
 
 

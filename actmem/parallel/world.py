@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, distributed
 
 from actmem.config.schema import RunConfig
-from actmem.errors import ActmemError, ConfigError, Fault, LayoutError
+from actmem.errors import ActmemError, ConfigError, Fault, LayoutError, RankError
 from actmem.parallel.mesh import Mesh, build_mesh
-from actmem.parallel.roll_call import called
+from actmem.parallel.roll_call import called, first_line
 
 Said = TypeVar("Said")
 _PACKAGES = ("torch", "transformers", "safetensors")
@@ -113,17 +113,27 @@ def join(config: RunConfig, device: torch.device) -> Iterator[World]:
         yield World(build_mesh(sizes, device.type), device, 0, 1)
         return
     device = _own_device(device)
-    distributed.init_process_group(
-        _backend(device), timeout=timedelta(seconds=config.parallel.timeout_seconds), device_id=_bound(device)
-    )
+    _meet(device, config.parallel.timeout_seconds)
     try:
-        refuse_differences(_description(config))
-        world = World(build_mesh(sizes, device.type), device, distributed.get_rank(), size)
-        with called(world.rank, size):
+        with called(distributed.get_rank(), size):
+            refuse_differences(_description(config))
+            world = World(build_mesh(sizes, device.type), device, distributed.get_rank(), size)
             yield world
             world.wait()
     finally:
         distributed.destroy_process_group()
+
+
+def _meet(device: torch.device, timeout_s: float) -> None:
+    """Join the group of all processes. Raises `RankError` where one does not come."""
+    try:
+        distributed.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s), device_id=_bound(device))
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"the processes of this run did not come together ({first_line(error)}): one was not started, was stopped, "
+            "or cannot be reached; start all of them with actmem train --nproc or torchrun, or raise "
+            "parallel.timeout_seconds where they take longer"
+        ) from error
 
 
 def refuse_other_number(config: RunConfig, size: int) -> None:

@@ -89,8 +89,7 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
     directory = RunDirectory(config.train.output_dir)
     with ExitStack() as stack:
         world = stack.enter_context(join(config, choose_device(config.train.device)))
-        if world.is_first:
-            stack.enter_context(directory.locked())
+        world.from_first(lambda: _enter(stack, directory))
         shown = stack.enter_context(
             TrainingProgress(config.train.steps, enabled=progress and world.is_first, peak_name=peak_name(world.device))
         )
@@ -101,6 +100,10 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
         trainer.run(stop)
         trainer.laid_out.applied.remove()
         return trainer.finish(stop)
+
+
+def _enter(stack: ExitStack, directory: RunDirectory) -> None:
+    stack.enter_context(directory.locked())
 
 
 class _Trainer:
@@ -198,11 +201,12 @@ class _Trainer:
             metrics.write(record)
 
     def _is_stopped(self, stop: StopRequest) -> bool:
-        """Whether any of the processes has been told to stop."""
+        """Whether any of the processes had been told to stop when they last asked each other: the same in all of them,
+        while the signal itself reaches each at a moment of its own."""
         told = [each for each in self.world.gather(stop.signal_number) if each is not None]
         if told and not stop.wanted:
             stop.signal_number = told[0]
-        return stop.wanted
+        return bool(told)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.config.train.steps)

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
+from process_groups import free_ports
 
 from actmem.training.metrics import StepRecord, read_metrics
+from actmem.training.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow
 
@@ -234,3 +236,38 @@ def test_another_number_of_processes_is_told_before_any_is_started(config: Path,
     assert run.returncode == 2
     assert "is for 1 processes, and 2 run" in " ".join(said.split())
     assert not any(tmp_path.iterdir())
+
+
+def test_a_directory_in_use_is_told_once(config: Path, tmp_path: Path) -> None:
+    with RunDirectory(tmp_path).locked():
+        said, _ = (run := start(config, tmp_path)).communicate(timeout=60)
+    assert run.returncode == 2, said
+    assert said.count("another run is writing to") == 1
+    assert "came to no end" not in said
+
+
+def test_a_signal_that_only_one_rank_gets_stops_all_at_the_same_step(config: Path, tmp_path: Path) -> None:
+    run = start(config, tmp_path, "train.steps=300", "train.checkpoint_every=0")
+    wait_for_step(tmp_path, 2, run)
+    os.kill(ranks_of(run)[1], signal.SIGTERM)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM, said
+    assert (tmp_path / "checkpoints" / f"step-{max(losses(tmp_path)):08d}").is_dir(), said
+
+
+def test_a_rank_that_is_left_alone_says_so(config: Path, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "actmem", "train", str(config), f"train.output_dir={tmp_path / 'out'}"]
+    ended = subprocess.run(
+        [*command, "parallel.timeout_seconds=3"],
+        env=os.environ | {name: str(value) for name, value in alone.items()},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "did not come together" in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stderr

@@ -3,10 +3,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from actmem.training.stopping import StopRequest
+from actmem.training.trainer import _Trainer
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -55,3 +57,27 @@ def test_outside_the_main_thread_nothing_is_caught() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_ranks_stop_by_what_they_told_each_other_and_not_by_what_they_know() -> None:
+    """A signal that comes just after they asked each other stops none of them, for the others do not know of it."""
+
+    class Late(StopRequest):
+        looks = 0
+
+        @property
+        def signal_number(self) -> int | None:  # type: ignore[override]
+            self.looks += 1
+            return signal.SIGTERM if self.looks > 1 else None
+
+        @signal_number.setter
+        def signal_number(self, number: int | None) -> None:
+            pass
+
+    class Two:
+        def gather(self, said: object) -> list[object]:
+            return [said, None]
+
+    trainer, stop = SimpleNamespace(world=Two()), Late()
+    assert not _Trainer._is_stopped(trainer, stop)  # type: ignore[arg-type]
+    assert _Trainer._is_stopped(trainer, stop)  # type: ignore[arg-type]
