@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,6 +50,7 @@ __all__ = [
     "local_storage",
     "raw_call",
     "size_of_group",
+    "stack_of",
     "storage_bytes",
     "storage_id",
     "storage_reference",
@@ -277,6 +279,11 @@ def store_connection(prefix: str) -> Any:
     on which one thread waits is no use to another. `prefix` keeps its keys apart from all others."""
     groups: Any = torch.distributed.distributed_c10d
     return groups.PrefixStore(prefix, groups._get_default_store().clone())
+
+
+def stack_of(thread: int) -> traceback.StackSummary:
+    """Where a thread is."""
+    return traceback.extract_stack(sys._current_frames().get(thread))
 
 
 def forget_micro_batches(schedule: Any, stages: Iterable[Any]) -> None:

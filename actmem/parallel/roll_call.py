@@ -8,7 +8,6 @@ answers with where its main thread stands. One that was stopped, or is gone, ans
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
 import traceback
@@ -20,7 +19,7 @@ from typing import Any
 
 from torch.distributed import DistError
 
-from actmem._compat import store_connection
+from actmem._compat import stack_of, store_connection
 from actmem.errors import RankError
 
 _PACKAGE = Path(__file__).parents[1]
@@ -67,7 +66,7 @@ class RollCall:
             return f"  rank {self._rank} {self._gave_up}; the others can no longer be asked"
 
     def _say(self, store: Any) -> None:
-        stack = traceback.extract_stack(sys._current_frames().get(self._main))
+        stack = stack_of(self._main)
         store.set(_answer(self._rank), self._gave_up or f"is in {_place(stack)}")
 
     def _heard(self, rank: int) -> str:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from actmem.config.idle_sections import idle_sections
 from actmem.config.platforms import refuse_other_platforms
-from actmem.config.rules import idle_settings
 from actmem.config.schema import DataConfig, RunConfig
 from actmem.errors import CheckpointError, DataError, NonFiniteError
 from actmem.models.building import build_model, model_fields
@@ -84,7 +84,7 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
     """
     refuse_other_platforms(config)
     refuse_clashing_sections(config)
-    for idle in idle_settings(config):
+    for idle in idle_sections(config):
         warnings.warn(str(idle), NoEffectWarning, stacklevel=2)
     directory = RunDirectory(config.train.output_dir)
     with ExitStack() as stack:
