@@ -24,6 +24,7 @@ TIME_LIMIT = 0.25
 """Seconds of one match, and of all that are tried when a pattern is checked."""
 
 _PATIENCE_S = 4.0
+"""After which no further pattern of a configuration is looked at."""
 
 _ESCAPED = re.compile(r"\\N\{[^}]*\}|\\.", re.DOTALL)
 _SET = re.compile(r"\[\^?\]?[^\]]*\]")

@@ -80,7 +80,9 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
     Ctrl-C or SIGTERM finishes the step in hand, saves a checkpoint and returns. `progress` shows the run on standard
     error. Raises `DataError`, `ModelError`, `ApplyError`, `PlanError`, `PlatformError`, `CheckpointError`,
     `ConfigError` for sections that recompute and swap one op and for tiers that are too small, `SwapError` for a
-    swapped value that cannot be read back, and `NonFiniteError` for a loss or gradient that is not finite.
+    swapped value that cannot be read back, `NonFiniteError` for a loss or gradient that is not finite, and of several
+    processes `LayoutError` where they differ and `RankError` for one that the others waited for in vain. Sections
+    without effect are told by a `NoEffectWarning`.
     """
     refuse_other_platforms(config)
     refuse_clashing_sections(config)
