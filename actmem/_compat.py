@@ -313,10 +313,20 @@ def give_back_free_memory() -> None:
         _malloc_trim(0)
 
 
-def allocations(profiled: torch.profiler.profile) -> list[tuple[int, int]]:
+def allocations(profiled: torch.autograd.profiler.profile) -> list[tuple[int, int]]:
     """Time (ns) and size of each allocation that a finished profile saw, in order of time; negative where memory was
     given back."""
-    results: Any = profiled.profiler.kineto_results if profiled.profiler is not None else None
-    assert results is not None, "the profile has not been stopped"
-    events = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
+    events = [(event.start_ns(), event.nbytes()) for event in _events(profiled) if event.name() == "[memory]"]
     return sorted(events, key=lambda event: event[0])
+
+
+def spans_of(profiled: torch.autograd.profiler.profile, prefix: str) -> list[tuple[int, int]]:
+    """Begin and end (ns) of what a finished profile saw under names that start like this, in order of time."""
+    events = (event for event in _events(profiled) if event.name().startswith(prefix))
+    return sorted((event.start_ns(), event.start_ns() + event.duration_ns()) for event in events)
+
+
+def _events(profiled: torch.autograd.profiler.profile) -> Any:
+    results: Any = profiled.kineto_results
+    assert results is not None, "the profile is not over"
+    return results.events()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from actmem.measuring.bench import with_own_modules
 from actmem.measuring.interleave import Timing, interleave
-from actmem.measuring.peak import measure_peak
+from actmem.memory import measure_peak
 from actmem.planning import Plan
 from actmem.runtime import apply
 from actmem.training.loss import next_token_loss

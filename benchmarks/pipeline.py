@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import spawn
 from actmem._compat import end_process
 from actmem.config.schema import ParallelConfig
 from actmem.config.stages import layers_of_stages
-from actmem.measuring.peak import measure_peak
+from actmem.memory import measure_peak
 from actmem.models.building import build_model
 from actmem.parallel.pipeline import Pipeline, StageShape, cut, layers_here
 from actmem.runtime import apply

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "actmem"
 # Lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
     {"errors", "units", "_compat"},
-    {"files"},
+    {"files", "memory"},
     {"config"},
     {"graph"},
     {"hardware"},

@@ -55,7 +55,8 @@ class Op:
 
     `compute_intensive` marks what policies such as `selective` never re-run: matmuls, attention, convolutions and
     custom ops. `view` ops move nothing: their outputs share an input's storage. `group_size` is the number of ranks in
-    a collective, 0 for other ops.
+    a collective, 0 for other ops. `scratch_bytes` are what its kernel takes for itself while it runs, where it was
+    traced; ``None`` where nobody looked.
     """
 
     path: str
@@ -67,6 +68,7 @@ class Op:
     flops: int
     moved_bytes: int
     group_size: int = 0
+    scratch_bytes: int | None = None
 
 
 @dataclass(frozen=True)

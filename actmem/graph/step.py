@@ -25,7 +25,8 @@ class StepOp:
     after. `allocated_bytes` come with its outputs and `freed_bytes` go before the next op begins; `gradient_bytes` of
     those that come are a parameter's gradient and stay. `accumulated_bytes` are those of gradients, this op's or
     earlier ones', that autograd adds, just after, to such as stand already. An op that makes a parameter's gradient
-    reads `upstream_bytes` of other gradients. `signature` tells name, shapes and dtypes.
+    reads `upstream_bytes` of other gradients. `signature` tells name, shapes and dtypes. `scratch_bytes` are what its
+    kernel takes for itself while it runs, where the step was traced; ``None`` where nobody looked.
     """
 
     name: str
@@ -41,6 +42,7 @@ class StepOp:
     releases: tuple[int, ...] = ()
     group_size: int = 0
     upstream_bytes: int = 0
+    scratch_bytes: int | None = None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> StepOp:

@@ -57,6 +57,10 @@ class Work(Protocol):
     def group_size(self) -> int:
         """Ranks of a collective; 0 for other ops."""
 
+    @property
+    def scratch_bytes(self) -> int | None:
+        """What its kernel was seen to take for itself while it runs; ``None`` where nobody looked."""
+
 
 def work_of(graph: RegionGraph, index: int) -> StepOp:
     """What op number `index` of a region costs."""
@@ -70,6 +74,7 @@ def work_of(graph: RegionGraph, index: int) -> StepOp:
         allocated_bytes=0,
         freed_bytes=0,
         group_size=op.group_size,
+        scratch_bytes=op.scratch_bytes,
     )
 
 
@@ -131,7 +136,9 @@ class CostModel:
         return num_bytes / (rate.peak * self._shares.link)
 
     def scratch_bytes(self, work: Work, result_bytes: int) -> int:
-        """Bytes that an op takes for itself while it runs: see `Hardware.bfloat16_scratch`."""
+        """Bytes that an op takes for itself while it runs: what was seen, or else by `Hardware.bfloat16_scratch`."""
+        if work.scratch_bytes is not None:
+            return work.scratch_bytes
         share = self.hardware.bfloat16_scratch
         if not share or not work.compute_intensive or " bfloat16" not in work.signature or _attends(work):
             return 0

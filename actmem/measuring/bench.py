@@ -24,9 +24,9 @@ from actmem.graph import Graph
 from actmem.measuring.agreement import Reference
 from actmem.measuring.floor import peak_floor_bytes, unplanned_fates
 from actmem.measuring.interleave import Timing, interleave
-from actmem.measuring.peak import measure_peak
 from actmem.measuring.resident import measure_resident
 from actmem.measuring.result import BASELINE, BenchResult, Holdings, PolicyResult
+from actmem.memory import measure_peak
 from actmem.planning import Plan
 from actmem.runtime import Applied, Stats, apply
 from actmem.runtime.swap.counters import SwapCounters

@@ -89,8 +89,6 @@ def _costs(model: CostModel) -> Costs:
 
 def scratch_of(model: CostModel) -> tuple[Callable[[RegionGraph, int], int], Callable[[StepOp], int]]:
     """The bytes that ops of a layer's graph, and of a step around it, take for themselves while they run."""
-    if not model.hardware.bfloat16_scratch:
-        return lambda graph, index: 0, lambda op: 0
     known: dict[int, list[int]] = {}
 
     def op_scratch(graph: RegionGraph, index: int) -> int:

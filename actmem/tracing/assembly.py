@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from actmem.graph import Call, Constant, Escape, Gap, Graph, RegionGraph, Standing, Step, StepOp, Value
+from actmem.graph import Call, Constant, Escape, Gap, Graph, Op, RegionGraph, Standing, Step, StepOp, Value
 from actmem.tracing.recorder import OWNED, Place, Seen, StepRecorder
 from actmem.tracing.structure import class_of, numbered
 
 _Moment = tuple[Place, int]
 
 
-def assemble(graph: Graph, recorder: StepRecorder, standing: Standing, num_tokens: int) -> Graph:
-    """`graph`, of forward passes alone, with the rest of the step that `recorder` saw."""
+def assemble(
+    graph: Graph, recorder: StepRecorder, standing: Standing, num_tokens: int, scratch: Mapping[str, int]
+) -> Graph:
+    """`graph`, of forward passes alone, with the rest of the step that `recorder` saw; `scratch` has by signature what
+    kernels take for themselves."""
     layers = [graph.of_layer(name) for name in graph.layers]
-    return _Assembly(graph, layers, recorder).graph(standing, num_tokens)
+    return _Assembly(graph, layers, recorder, scratch).graph(standing, num_tokens)
 
 
 class _Assembly:
-    def __init__(self, graph: Graph, layers: Sequence[RegionGraph], recorder: StepRecorder) -> None:
+    def __init__(
+        self, graph: Graph, layers: Sequence[RegionGraph], recorder: StepRecorder, scratch: Mapping[str, int]
+    ) -> None:
         self._graph = graph
+        self._scratch = scratch
         self._layers = layers
         self._recorder = recorder
         self._numbers = [dict(_numbers(layer, self._ops(index, True, False))) for index, layer in enumerate(layers)]
@@ -64,11 +70,16 @@ class _Assembly:
             members[kind].append(index)
         names = list(layers)
         for kind, indices in members.items():
+            ops = self._with_scratch(kinds[kind])
             for number, (backward, alike) in enumerate(self._split(indices)):
                 name = numbered(class_of(kind), map(class_of, kinds)) if number else kind
-                kinds[name] = replace(self._graph.kinds[kind], backward=backward)
+                kinds[name] = replace(self._graph.kinds[kind], ops=ops, backward=backward)
                 layers.update((names[index], name) for index in alike)
         return layers, kinds
+
+    def _with_scratch(self, graph: RegionGraph) -> tuple[Op, ...]:
+        seen = [self._scratch.get(graph.signature(index)) for index in range(len(graph.ops))]
+        return tuple(replace(op, scratch_bytes=each) for op, each in zip(graph.ops, seen, strict=True))
 
     def _split(self, indices: Sequence[int]) -> list[tuple[tuple[StepOp, ...], list[int]]]:
         """Backward passes of layers of one kind, that of most first, and the layers that each stands for."""
@@ -126,6 +137,7 @@ class _Assembly:
                     unpacks=tuple(seen.unpacks),
                     releases=tuple(seen.releases),
                     group_size=seen.group_size,
+                    scratch_bytes=self._scratch.get(seen.signature),
                 )
             )
         return tuple(op for op in ops if not in_layer or _does_something(op))
@@ -195,11 +207,12 @@ class _Assembly:
 
     def _sums_of_gradients(self) -> Iterator[tuple[int, int]]:
         """Pairs of a sum of two gradients, and the one that came first where autograd adds the other to it, as it does
-        where nobody else refers to it. Under a dispatch mode, as here, it makes a new tensor instead."""
+        where nobody else refers to it, and it is no view, which would refer to what it views. Under a dispatch mode, as
+        here, it makes a new tensor instead."""
         memories = self._recorder.memories
         for number, memory in enumerate(memories):
             place, index = memory.made
-            if not place.backward or place.ops[index].name != "add":
+            if not place.backward or place.ops[index].name != "add" or place.ops[index].of_view:
                 continue
             first = place.ops[index].inputs[0]
             goes = first != OWNED and memories[first].gone == (place, index + 1)

@@ -32,6 +32,7 @@ from actmem.graph import signature_of
 from actmem.runtime.intercept import Interception
 from actmem.runtime.kinds import flops_of, group_size_of, kind_of, num_bytes
 from actmem.runtime.learning import tensors_in
+from actmem.tracing.kernels import Kernels
 
 OWNED = -1
 """Number of whatever stood before the step: parameters, buffers, the batch."""
@@ -40,7 +41,7 @@ OWNED = -1
 @dataclass(slots=True, eq=False)
 class Seen:
     """One op as it went by, with the numbers of the memories that it read and made; without a name it is a moment
-    at which autograd only picks up or lets go."""
+    at which autograd only picks up or lets go. `of_view`: its first operand is a view."""
 
     name: str = ""
     signature: str = ""
@@ -50,6 +51,7 @@ class Seen:
     group_size: int = 0
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    of_view: bool = False
     unpacks: list[int] = field(default_factory=list)
     releases: list[int] = field(default_factory=list)
 
@@ -85,9 +87,11 @@ class Memory:
 
 class StepRecorder(DispatchMode):
     """Records one step of a model whose layers are `layers`, in order. `owned` are the tensors that stood before it;
-    `holds` says whether saved tensors are real and must be held."""
+    `holds` says whether saved tensors are real and must be held. `kernels` hears of each call."""
 
-    def __init__(self, layers: Sequence[nn.Module], owned: Iterable[Tensor], *, holds: bool) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], owned: Iterable[Tensor], *, holds: bool, kernels: Kernels | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memories: list[Memory] = []
         self.places: dict[tuple[int, bool, bool], Place] = {}
@@ -96,6 +100,7 @@ class StepRecorder(DispatchMode):
         self._layers = layers
         self._owned = {storage_id(tensor) for tensor in owned}
         self._holds = holds
+        self._kernels = kernels
         self._living: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._is_watching = True
         self._here = self._place(0, in_layer=False, backward=False)
@@ -154,16 +159,21 @@ class StepRecorder(DispatchMode):
         inputs = tuple([self._number_of(each) for each in operands])
         outputs = tuple([self._number_of(each) for each in results])
         moves = kind.edits or not outputs or not set(outputs) <= set(inputs)
+        signature = signature_of(kind.name, [(tuple(local_part(each).shape), _dtype(each)) for each in operands])
+        flops = flops_of(func, kind, args, kwargs, out)
+        if self._kernels is not None:
+            self._kernels.note(signature, func, kind, args, kwargs, flops)
         self._here.ops.append(
             Seen(
                 name=kind.name,
-                signature=signature_of(kind.name, [(tuple(local_part(each).shape), _dtype(each)) for each in operands]),
-                flops=flops_of(func, kind, args, kwargs, out),
+                signature=signature,
+                flops=flops,
                 moved_bytes=sum(map(num_bytes, (*operands, *results))) if moves else 0,
                 compute_intensive=kind.compute_intensive,
                 group_size=group_size_of(kind, args),
                 inputs=inputs,
                 outputs=outputs,
+                of_view=bool(operands) and operands[0]._is_view(),
                 unpacks=unpacks,
             )
         )

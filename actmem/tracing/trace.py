@@ -21,6 +21,7 @@ from actmem.graph import Graph, RegionGraph
 from actmem.models.packing import one_sequence_a_row
 from actmem.runtime import apply
 from actmem.tracing.assembly import assemble, with_standing_input
+from actmem.tracing.kernels import Kernels
 from actmem.tracing.recorder import StepRecorder
 from actmem.tracing.sharding import WHOLE, Sharding
 from actmem.tracing.structure import class_of, first_of_each, numbered, until_all_ran
@@ -36,17 +37,21 @@ def trace(
     loss: Loss | None = None,
     regions: Sequence[nn.Module | str] | None = None,
     sharding: Sharding = WHOLE,
+    kernels_on: torch.device | None = None,
 ) -> Graph:
     """The graph of a training step of `model` on the keyword arguments `batch`.
 
     `loss` runs the model forward and returns a scalar; by default that is the ``loss`` of the model's output, as
     Hugging Face models give it for a batch with labels, and the sum of its first output where there is none. For a
     model on the meta device the tensors in `batch` give shapes and dtypes alone, and each row is taken for one
-    sequence. `regions` are the layers, as `apply` takes them. `sharding` is how FSDP2 shares parameters out. Autocast
-    is that of the caller, in the forward pass alone. The model's gradients and the random state stay as they are.
+    sequence. `regions` are the layers, as `apply` takes them. `sharding` is how FSDP2 shares parameters out. On the
+    device `kernels_on` the step's calls are run by themselves as well, one of a kind, to see what memory their kernels
+    take beside operands and results. It is that of a model with numbers by default; for one on the meta device nobody
+    looks unless it is named. Autocast is that of the caller, in the forward pass alone. The model's gradients and the
+    random state stay as they are.
     Raises `ApplyError` for a model that cannot be planned, or a loss that is none, and what the model itself raises.
     """
-    return _trace(model, batch, loss=loss, regions=regions, sharding=sharding)
+    return _trace(model, batch, loss=loss, regions=regions, sharding=sharding, kernels_on=kernels_on)
 
 
 def trace_stage(
@@ -55,6 +60,7 @@ def trace_stage(
     *,
     forward: Loss,
     sharding: Sharding = WHOLE,
+    kernels_on: torch.device | None = None,
 ) -> Graph:
     """As `trace`, of one stage of a pipeline: `forward` runs the stage on `batch`.
 
@@ -63,7 +69,9 @@ def trace_stage(
     buffers that stand all the time, unless they are tokens.
     """
     gradient = "gradient" if "gradient" in batch else None
-    graph = _trace(stage, batch, loss=forward, regions=None, sharding=sharding, gradient=gradient)
+    graph = _trace(
+        stage, batch, loss=forward, regions=None, sharding=sharding, kernels_on=kernels_on, gradient=gradient
+    )
     given = batch["states"]
     return with_standing_input(graph) if isinstance(given, Tensor) and given.is_floating_point() else graph
 
@@ -75,6 +83,7 @@ def _trace(
     loss: Loss | None,
     regions: Sequence[nn.Module | str] | None,
     sharding: Sharding,
+    kernels_on: torch.device | None,
     gradient: str | None = None,
 ) -> Graph:
     if not isinstance(batch, Mapping):
@@ -84,10 +93,10 @@ def _trace(
         )
     graph = trace_layers(model, batch, loss=loss, regions=regions)
     try:
-        return _trace_step(model, batch, graph, loss=loss, sharding=sharding, gradient=gradient)
+        return _trace_step(model, batch, graph, loss=loss, sharding=sharding, kernels_on=kernels_on, gradient=gradient)
     except _UnevenError:  # layers that are built alike need not save alike: gradients may reach some of them alone
         graph = trace_layers(model, batch, loss=loss, regions=regions, each=True)
-        return _trace_step(model, batch, graph, loss=loss, sharding=sharding, gradient=gradient)
+        return _trace_step(model, batch, graph, loss=loss, sharding=sharding, kernels_on=kernels_on, gradient=gradient)
 
 
 class _UnevenError(ApplyError):
@@ -101,14 +110,18 @@ def _trace_step(
     *,
     loss: Loss | None,
     sharding: Sharding,
+    kernels_on: torch.device | None,
     gradient: str | None,
 ) -> Graph:
     names = list(graph.layers)
     device = _device_of(model)
+    kernels = _kernels_of(model, kernels_on)
     with torch.enable_grad(), _random_state_kept(device), _at_hand(model, batch) as (run, leaves, buffers, arguments):
         layers = [model.get_submodule(name) for name in names]
         given = [each for each in arguments.values() if isinstance(each, Tensor)]
-        recorder = StepRecorder(layers, (*leaves, *buffers, *given), holds=not _is_without_numbers(model))
+        recorder = StepRecorder(
+            layers, (*leaves, *buffers, *given), holds=not _is_without_numbers(model), kernels=kernels
+        )
         num_ranks = map(sharding.num_ranks, model.parameters())
         with recorder.recording(
             {each: ranks for each, ranks in zip(leaves, num_ranks, strict=True) if each.requires_grad}
@@ -124,7 +137,9 @@ def _trace_step(
     if _is_without_numbers(model):
         _refuse_unlike(graph, recorder)
     tokens = next((each.numel() for each in batch.values() if isinstance(each, Tensor)), 0)
-    return assemble(graph, recorder, sharding.standing(model, layers), tokens)
+    with _random_state_kept(device):
+        scratch = {} if kernels is None else kernels.scratch_bytes()
+    return assemble(graph, recorder, sharding.standing(model, layers), tokens, scratch)
 
 
 def trace_layers(
@@ -172,6 +187,12 @@ def _device_of(model: nn.Module) -> torch.device:
     """Where the pass runs; fake tensors pretend to be on the CPU."""
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+
+
+def _kernels_of(model: nn.Module, device: torch.device | None) -> Kernels | None:
+    if device is None and _is_without_numbers(model):
+        return None
+    return Kernels(device or _device_of(model))
 
 
 def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:

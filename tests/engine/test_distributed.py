@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from planned_runs import (
     tiny_qwen3,
     token_batch,
 )
-from process_groups import run_ranks
+from process_groups import Collectives, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -32,7 +33,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actmem import Action, Plan, Rule
 from actmem.runtime import NoEffectWarning, apply
@@ -161,22 +161,6 @@ CASES: dict[Wrap, tuple[str, ...]] = {
 }
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Counts every collective of every family, below all wrappers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-        self.order: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if name.startswith(("c10d", "_c10d_functional")) and "wait_tensor" not in name:
-            self.counts[name] = self.counts.get(name, 0) + 1
-            self.order.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 def whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in gradients.items()}
 
@@ -189,13 +173,13 @@ def steps_of(
     steps, counts, order, said = [], [], [], []
     for number in range(2):
         model.zero_grad(set_to_none=True)
-        with CollectiveCounter() as below, CommDebugMode() as above, warnings.catch_warnings(record=True) as caught:
+        with Collectives() as below, CommDebugMode() as above, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", NoEffectWarning)
             loss = language_loss(token_batch(2 * number + rank))(model)
             loss.backward()
         said += [str(each.message) for each in caught if each.category is NoEffectWarning]
         order.append(below.order)
-        counts.append(below.counts | {str(op): count for op, count in above.get_comm_counts().items()})
+        counts.append(Counter(below.order) | {str(op): count for op, count in above.get_comm_counts().items()})
         steps.append(Step(loss.detach().clone(), whole(gradients_of(model))))
     facts: dict[str, Any] = {"order": order, "said": said}
     if applied is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actmem.errors import MeasurementError
-from actmem.measuring.peak import ALLOWED_LEFT_BYTES, Peak, measure_peak
+from actmem.memory import ALLOWED_LEFT_BYTES, Peak, measure_peak
 
 CPU = torch.device("cpu")
 MIB = 2**20

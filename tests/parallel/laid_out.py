@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from planned_runs import Step, gradients_of, tiny_qwen3
+from process_groups import Collectives
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from actmem import Action, Plan, Rule
@@ -121,20 +121,6 @@ class Outcome:
     whole: list[Step] = field(default_factory=list)
     norm: float = 0.0
     clipped: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Collectives(TorchDispatchMode):
-    """Notes every collective of every family, below all wrappers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if name.startswith(("c10d", "_c10d_functional")) and "wait_tensor" not in name:
-            self.order.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def build(case: Case) -> Any:

@@ -40,7 +40,7 @@ SCHEDULES: tuple[ScheduleName, ...] = (
     "ZBVZeroBubble",
     "DualPipeV",
 )
-NUM_LAYERS, NUM_MICROBATCHES, LENGTH, HIDDEN = 6, 6, 24, 32
+NUM_LAYERS, NUM_MICROBATCHES, LENGTH, HIDDEN = 6, 4, 24, 32
 SHAPE: dict[str, object] = {
     "vocab_size": 128,
     "hidden_size": HIDDEN,

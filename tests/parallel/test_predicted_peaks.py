@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from torch import Tensor, distributed, nn
 from actmem.config.loading import parse_config
 from actmem.config.schema import RunConfig
 from actmem.config.stages import layers_of_stages, num_stages, stages_of_rank
-from actmem.measuring.peak import measure_peak
+from actmem.graph import Graph
+from actmem.memory import measure_peak
 from actmem.models.building import build_model
 from actmem.parallel import build_mesh, shard_tensors
 from actmem.parallel.pipeline import Pipeline, StageShape, cut, layers_here
 from actmem.planning.course import Costs
 from actmem.planning.fates import fates_under
-from actmem.planning.pipeline import PipelineSimulator
+from actmem.planning.pipeline import PipelineGraph, PipelineSimulator
 from actmem.planning.plan import RuleSet
 from actmem.planning.policies import POLICIES as RULES
 from actmem.planning.simulation import Conditions, LayerPlan
@@ -152,9 +154,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@cache
+def traced(schedule: str) -> PipelineGraph:
+    return trace_pipeline(config(schedule))
+
+
 def predicted(schedule: str, policy: str) -> list[int]:
     """Of each rank, above parameters, gradients, and the buffers that stand between steps."""
-    pipeline = trace_pipeline(config(schedule))
+    pipeline = traced(schedule)
     costs = Costs(lambda region, index: 1e-3, lambda op: 1e-3 if op.name else 0.0)
     layers = [stage.of_layer(name) for stage in pipeline.stages for name in stage.layers]
     plans = [LayerPlan(fates_under(layer, RuleSet(RULES[policy](layer)))) for layer in layers]
@@ -184,12 +191,17 @@ def test_peaks_are_close_where_backward_passes_are_parted(
         assert 0.97 <= mine / theirs[f"{schedule} {policy}"] <= 1.25
 
 
+@cache
+def traced_part(layout: str) -> Graph:
+    return trace_step(spread_config(layout))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_that_shares_tensors_holds_what_its_trace_says(
     measured: list[dict[str, int]], layout: str, policy: str
 ) -> None:
-    graph = trace_step(spread_config(layout))
+    graph = traced_part(layout)
     layers = [graph.of_layer(name) for name in graph.layers]
     held = [fates_under(layer, RuleSet(RULES[policy](layer))).held_bytes for layer in layers]
     assert sum(held) == measured[0][f"{layout} {policy}"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import actmem
 from actmem.graph import Graph
 from actmem.hardware import load_hardware
-from actmem.measuring.peak import measure_peak
+from actmem.memory import measure_peak
 from actmem.planning import Action, Plan, Rule
 from actmem.planning.conditions import conditions_on
 from actmem.planning.planner import Planner, planner_for

@@ -15,7 +15,7 @@ from actmem.config.schema import DataConfig, MemoryConfig, ModelConfig, RunConfi
 from actmem.errors import ActmemError
 from actmem.graph import Graph
 from actmem.measuring.bench import random_batch
-from actmem.measuring.peak import measure_peak
+from actmem.memory import measure_peak
 from actmem.models.building import build_model
 from actmem.training.loss import next_token_loss
 from actmem.training.traced import trace_step

@@ -16,7 +16,7 @@ from actmem.config.schema import DataConfig, MemoryConfig, ModelConfig, RunConfi
 from actmem.errors import ConfigError, HardwareError, PlanError
 from actmem.graph import Call, Gap, Graph, Op, RegionGraph, Standing, Step, StepOp, Storage, Value
 from actmem.measuring.bench import random_batch
-from actmem.measuring.peak import measure_peak
+from actmem.memory import measure_peak
 from actmem.models.building import build_model
 from actmem.planning import Action, Plan, resolve
 from actmem.planning.course import Costs

@@ -15,7 +15,7 @@ from actmem.config.loading import parse_config
 from actmem.graph import Graph, StepOp
 from actmem.hardware import CostModel
 from actmem.measuring.bench import random_batch
-from actmem.measuring.peak import measure_peak
+from actmem.memory import measure_peak
 from actmem.models.building import build_model
 from actmem.planning import Action, Plan, Rule
 from actmem.planning.conditions import scratch_of

@@ -1,4 +1,4 @@
-"""The peak of device memory within one step, above what stood before it.
+"""The peak of device memory within a step, or within single calls, above what stood before.
 
 On an accelerator the allocator counts it. On the CPU nobody does, so the profiler notes each allocation, and the
 highest running sum is the peak, exact to the byte. Neither counts what a library allocates past torch's allocators.
@@ -10,20 +10,21 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile, record_function
 
-from actmem._compat import allocations
+from actmem._compat import allocations, spans_of
 from actmem.errors import MeasurementError
 from actmem.units import format_bytes
 
 ALLOWED_LEFT_BYTES = 64 * 1024
 """What may be left when a step is over: scalars, and the small constants that libraries keep."""
+_MARK = "actmem call "
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +68,38 @@ def _collector_off() -> Iterator[None]:
             gc.enable()
 
 
+def peaks_of_calls(calls: Sequence[Callable[[], object]], device: torch.device) -> list[int]:
+    """The most bytes that each call had allocated at once, above what stood before it; run in order, once each. What
+    they return is dropped."""
+    if device.type != "cpu":
+        return [_measure_on_accelerator(call, device).peak_bytes for call in calls]
+    with _profiling() as profiled:
+        for index, call in enumerate(calls):
+            with record_function(f"{_MARK}{index}"):
+                call()
+    spans, seen = spans_of(profiled, _MARK), allocations(profiled)
+    inside = ([size for moment, size in seen if first <= moment <= last] for first, last in spans)
+    return [max(accumulate(sizes, initial=0)) for sizes in inside]
+
+
 def _measure_on_cpu(step: Callable[[], object]) -> Peak:
-    profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-    with _without_chatter():
-        profiled.start()
-    try:
+    with _profiling() as profiled:
         step()
-    finally:
-        with _without_chatter():
-            profiled.stop()
     standing = list(accumulate((size for _, size in allocations(profiled)), initial=0))
     return Peak(max(standing), standing[-1])
+
+
+@contextmanager
+def _profiling() -> Iterator[profile]:
+    """A profile of memory, which can be read when it is over."""
+    profiled = profile(profile_memory=True)
+    with _without_chatter():
+        profiled.__enter__()
+    try:
+        yield profiled
+    finally:
+        with _without_chatter():
+            profiled.__exit__(None, None, None)
 
 
 def _measure_on_accelerator(step: Callable[[], object], device: torch.device) -> Peak:
