@@ -147,7 +147,7 @@ def test_a_killed_rank_is_named_and_ends_the_others(config: Path) -> None:
 def test_a_rank_that_stands_still_is_named_within_the_timeout(config: Path) -> None:
     run = start(config, config.parent / "still", "parallel.timeout_seconds=5")
     wait_for_step(config.parent / "still", 2, run)
-    still = ranks_of(run)[1]
+    other, still = ranks_of(run)
     os.kill(still, signal.SIGSTOP)
     started = time.monotonic()
     assert run.stdout is not None
@@ -155,7 +155,9 @@ def test_a_rank_that_stands_still_is_named_within_the_timeout(config: Path) -> N
     while "run again" not in said:
         said += run.stdout.readline()
     assert time.monotonic() - started < 5 + 10
-    os.kill(still, signal.SIGKILL)  # what started it would give it half a minute
+    while other in ranks_of(run):  # what started them has not noticed yet
+        time.sleep(0.02)
+    os.kill(still, signal.SIGKILL)  # it would give it half a minute
     said += run.communicate(timeout=60)[0]
     assert run.returncode == 2, said
     assert "rank 0 gave up in " in said
