@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 
 MAX_BYTES = 2**63
-_LONG = 60
-_EXAMPLES = "write for example 1048576, '60GiB' or '1.5 MB'"
 _FACTORS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _FACTORS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -17,10 +15,10 @@ def parse_bytes(text: str | int) -> int:
     match = _BYTES.fullmatch(str(text))
     factor = _FACTORS.get((match[2] or "B").upper()) if match else None
     if match is None or factor is None:
-        raise ValueError(f"{_shortened(str(text))} is not a number of bytes; {_EXAMPLES}")
+        raise ValueError("is not a number of bytes")
     num_bytes = float(match[1]) * factor
     if num_bytes >= MAX_BYTES:
-        raise ValueError(f"{_shortened(str(text))} is more bytes than any device has; write less than 8388608TiB")
+        raise ValueError("is more bytes than any device has; write less than 8388608TiB")
     return int(num_bytes)
 
 
@@ -37,10 +35,6 @@ def format_bytes(num_bytes: float) -> str:
 def shown_budget(budget: str | int | float) -> str:
     """A budget as it is written: bytes in their unit, anything else as it is."""
     return format_bytes(budget) if isinstance(budget, int) else str(budget)
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= _LONG else f"{text[:_LONG]}...")
 
 
 def _decimals(value: float) -> int:

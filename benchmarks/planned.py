@@ -108,7 +108,7 @@ class Bench:
             path = Path(directory) / "hardware.yaml"
             save_hardware(self.hardware, path)
             run = run.model_copy(update={"hardware": str(path)})
-            graph = trace_step(run)
+            graph = trace_step(run, kernels_on=self.model.device)
             self.planner: Planner = planner_of(run, graph, gradients_stand=True)
         assert graph.step is not None
         self.standing = graph.step.standing.total

@@ -23,6 +23,7 @@ from actmem.models.building import build_model
 from actmem.planning.frontier import along, frontier
 from actmem.reporting.plots import plot_losses
 from actmem.training.budget import planner_of
+from actmem.training.device import device_at_hand
 from actmem.training.metrics import StepRecord, read_metrics
 from actmem.training.traced import trace_step
 from actmem.training.trainer import train
@@ -135,7 +136,7 @@ def measure_frontier(screen: Screen) -> None:
     )
     hardware = calibrated(run)
     save_hardware(hardware, OUT / "hardware.yaml")
-    planner = planner_of(run, trace_step(run), gradients_stand=True)
+    planner = planner_of(run, trace_step(run, kernels_on=device_at_hand(run)), gradients_stand=True)
     steps = list(along(planner, NUM_BUDGETS, seconds=2.0))
     predicted = frontier(planner, hardware, setting=f"Qwen3, {SEQUENCE_LENGTH} tokens", steps=steps)
     contenders = [*YARDSTICKS, *(step.planned.plan for step in steps)]

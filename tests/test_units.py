@@ -28,10 +28,9 @@ def test_sizes_are_read(text: str | int, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 GiB left", "1.2.3 MB", "1e9", "6O GiB", "nan", "1 G", "1_000"])
-def test_what_is_not_a_size_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a number of bytes; write for example") as caught:
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^is not a number of bytes$"):
         parse_bytes(text)
-    assert repr(text) in str(caught.value)
 
 
 @pytest.mark.parametrize(

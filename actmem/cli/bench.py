@@ -86,11 +86,12 @@ def _with_budgets(run: RunConfig, policies: list[str | Plan]) -> list[str | Plan
     if not any(isinstance(each, str) and each.startswith(_AUTO) for each in policies):
         return policies
     from actmem.training.budget import planner_of
+    from actmem.training.device import device_at_hand
     from actmem.training.traced import trace_step
 
     found: list[str | Plan] = []
     with progress("plan", len(policies)) as on_policy:
-        planner = planner_of(run, trace_step(run), gradients_stand=True)
+        planner = planner_of(run, trace_step(run, kernels_on=device_at_hand(run)), gradients_stand=True)
         for each in policies:
             is_budget = isinstance(each, str) and each.startswith(_AUTO)
             found.append(planner.within(str(each).removeprefix(_AUTO)).plan if is_budget else each)

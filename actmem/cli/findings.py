@@ -125,6 +125,8 @@ class _Look:
         from actmem.planning.idle_settings import idle_complaints
         from actmem.reporting.effect import effect_of
 
+        if source.made_for is not None and graph.made_for is not None:
+            source.made_for.refuse_other_inputs(source.name, graph.made_for.inputs, graph.made_for.autocast)
         idle = idle_complaints(self.run, self.found.matches, graph, source)
         told = self.found.faults if self.run.memory.strict_matching else self.found.warnings
         told += [replace(self.document.complained(each), path=path) for path, each in idle]

@@ -57,11 +57,13 @@ def pareto(
 def _solve(run: RunConfig, hardware: Hardware, num_points: int, seconds: float, swaps: bool) -> Frontier:
     from actmem.planning.frontier import frontier
     from actmem.training.budget import planner_of
+    from actmem.training.device import device_at_hand
     from actmem.training.traced import trace_step
 
     with progress("pareto", num_points + 2) as on_step:
         on_step("trace")
-        planner = planner_of(run, trace_step(run), hardware=hardware, swaps=swaps)
+        graph = trace_step(run, kernels_on=device_at_hand(run, hardware))
+        planner = planner_of(run, graph, hardware=hardware, swaps=swaps)
         setting = step_setting(run)
         return frontier(planner, hardware, setting=setting, num_points=num_points, seconds=seconds, on_point=on_step)
 

@@ -180,9 +180,10 @@ def _made(run: RunConfig) -> _Made:
 
 def _of_step(run: RunConfig, model: PreTrainedModel, hardware: str) -> _Made:
     from actmem.training.budget import plan_with, planner_of
+    from actmem.training.device import device_at_hand
     from actmem.training.traced import trace_step
 
-    graph = trace_step(run, model)
+    graph = trace_step(run, model, kernels_on=device_at_hand(run))
     planner = planner_of(run, graph)
     bound = None
     if run.memory_budget is not None:
@@ -197,9 +198,10 @@ def _of_step(run: RunConfig, model: PreTrainedModel, hardware: str) -> _Made:
 
 def _of_pipeline(run: RunConfig, model: PreTrainedModel, hardware: str) -> _Made:
     from actmem.training.budget import pipeline_planner_of, plan_with
+    from actmem.training.device import device_at_hand
     from actmem.training.traced import trace_pipeline, trace_run
 
-    pipeline = trace_pipeline(run, model)
+    pipeline = trace_pipeline(run, model, kernels_on=device_at_hand(run))
     planner = pipeline_planner_of(run, pipeline)
     bound = None
     if run.memory_budget is not None:

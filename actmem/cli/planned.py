@@ -62,10 +62,12 @@ def traced_rules(run: RunConfig, model: PreTrainedModel, *, whole: bool = False)
 
 def graph_for(run: RunConfig, model: PreTrainedModel) -> Graph:
     """The graph of the layers; of the whole step where a plan for a memory budget is to be found with it."""
+    from actmem.training.device import device_at_hand
     from actmem.training.traced import trace_run, trace_step
 
-    needs_step = run.memory_budget is not None and run.parallel.pp_size == 1
-    return (trace_step if needs_step else trace_run)(run, model)
+    if run.memory_budget is None or run.parallel.pp_size > 1:
+        return trace_run(run, model)
+    return trace_step(run, model, kernels_on=device_at_hand(run))
 
 
 def rules_on(run: RunConfig, model: PreTrainedModel, graph: Graph | None) -> RuleSource:

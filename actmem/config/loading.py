@@ -21,7 +21,7 @@ from actmem.config.overrides import apply_overrides
 from actmem.config.rules import RULES
 from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.config.sound_part import Dropped
-from actmem.config.translation import field_fault
+from actmem.config.translation import field_fault, said_of
 from actmem.config.ways import WAYS, ways_at_once
 from actmem.config.wording import dotted, nearest
 from actmem.errors import ConfigError, Fault
@@ -119,8 +119,10 @@ def _read_memory(settings: Mapping[str, object]) -> tuple[MemoryConfig | None, l
         return MemoryConfig.model_validate(dict(settings)), []
     except ValidationError as error:
         details = error.errors(include_url=False)
-        found = [field_fault(document, each["type"], ("memory", *each["loc"]), each["input"]) for each in details]
-        return None, found
+        return None, [
+            field_fault(document, each["type"], ("memory", *each["loc"]), each["input"], said_of(each))
+            for each in details
+        ]
 
 
 def _read(document: Document, overrides: Sequence[str]) -> Reading:
@@ -155,10 +157,10 @@ def _validate(document: Document) -> tuple[RunConfig | None, list[Fault]]:
     try:
         config, faults, dropped = RunConfig.model_validate(value), [], Dropped(value, ())
     except ValidationError as error:
-        found = [(detail["type"], detail["loc"], detail["input"]) for detail in error.errors(include_url=False)]
-        told = [one for one in found if one[2] is not UNREADABLE and one[1] not in document.odd_keys]
-        faults = [field_fault(document, *one) for one in told]
-        dropped = Dropped(value, [(kind, location) for kind, location, _ in found])
+        found = error.errors(include_url=False)
+        told = [each for each in found if each["input"] is not UNREADABLE and each["loc"] not in document.odd_keys]
+        faults = [field_fault(document, each["type"], each["loc"], each["input"], said_of(each)) for each in told]
+        dropped = Dropped(value, [(each["type"], each["loc"]) for each in found])
         if dropped.everything:
             return None, [*document.faults, *faults]
         config = dropped.rest()

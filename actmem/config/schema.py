@@ -80,9 +80,9 @@ def read_budget(value: object) -> int | float | Literal["auto"]:
     else:
         read = value
     if isinstance(read, float) and not 0.0 < read <= 1.0:
-        raise ValueError("as a share it must lie above 0 and at most at 1; for bytes write a unit, as in '60GiB'")
+        raise ValueError("is no share: one lies above 0 and at most at 1; for bytes write a unit, as in '60GiB'")
     if not 0 < read < MAX_BYTES:
-        raise ValueError("must be above 0" if read <= 0 else "is more bytes than any device has")
+        raise ValueError("is not above 0" if read <= 0 else "is more bytes than any device has")
     return read
 
 

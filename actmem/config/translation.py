@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic_core import ErrorDetails
+
 from actmem.config.document import Document, Location
 from actmem.config.shown import shown
 from actmem.config.wording import allowed_at, dotted, keys_at, kind_of, names_at, nearest, sections_with
@@ -11,8 +13,9 @@ _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_e
 _EMPTY = {"too_short", "string_too_short", "value_error"}
 
 
-def field_fault(document: Document, kind: str, location: Location, value: object) -> Fault:
-    """The fault for pydantic's error type `kind` at `location`, where `value` stood (or its section, if missing)."""
+def field_fault(document: Document, kind: str, location: Location, value: object, said: str = "") -> Fault:
+    """The fault for pydantic's error type `kind` at `location`, where `value` stood (or its section, if missing).
+    `said` is what a validator of ours has against the value, as `said_of` finds it."""
     if kind == "extra_forbidden":
         return _unknown_key(document, location, value)
     if kind == "missing":
@@ -26,20 +29,27 @@ def field_fault(document: Document, kind: str, location: Location, value: object
     names = names_at(location)
     return document.fault(
         location,
-        _problem(kind, value),
+        _problem(kind, value, said),
         value=value,
         allowed=allowed_at(location),
         nearest=nearest(value, names) if kind == "literal_error" else None,
     )
 
 
-def _problem(kind: str, value: object) -> str:
+def said_of(detail: ErrorDetails) -> str:
+    """What our own validator said, if it was one that complained."""
+    return str(detail.get("ctx", {}).get("error", "")) if detail["type"] == "value_error" else ""
+
+
+def _problem(kind: str, value: object, said: str) -> str:
     if kind == "literal_error" and isinstance(value, str):
         return f"{shown(value)} is not among the allowed names"
-    if kind in _OUT_OF_RANGE or (kind == "value_error" and type(value) in (int, float)):
+    if kind in _OUT_OF_RANGE:
         return f"{shown(value)} is out of range"
-    if kind in _EMPTY and not value:
+    if kind in _EMPTY and value in ("", [], ()):
         return f"{shown(value)} is empty"
+    if said:
+        return f"{shown(value)} {said}"
     if kind == "finite_number":
         return f"{shown(value)} is not finite"
     if value is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from actmem.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,16 @@ class Fingerprint:
             if mine != theirs:
                 found.append(f"{name}: plan {_plain(mine)}, model {_plain(theirs)}")
         return found
+
+    def refuse_other_inputs(self, plan: str, inputs: tuple[str, ...], autocast: str | None) -> None:
+        """`PlanError` where the plan of this name was not made for layers that are given `inputs`, each variant that
+        some layer is given, under `autocast`."""
+        variants = variants_of(self.inputs)
+        other = next((each for each in variants_of(inputs) if each not in variants), None) if self.inputs else None
+        met = replace(self, inputs=other or self.inputs, autocast=autocast if self.inputs else self.autocast)
+        differences = self.differences(met)
+        if differences:
+            raise PlanError("\n  ".join([f"the plan {plan} was made for other inputs:", *differences]))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Fingerprint:

@@ -133,12 +133,30 @@ class OptionMaker:
         self._base_seconds = 0.0
         self.unplanned = self._option(frozenset(self._paths.values()), ())
 
+    @cached_property
     def options(self) -> list[Option]:
         """All that are worth it, those that swap included."""
         corners = self._corners()
         plain = self._all(()) or self._between(corners)
         swapping = self._all(self._tiers) or [*self._swapping(corners), *self._fixed()]
         return list({option.key: option for option in [*plain, *swapping]}.values())
+
+    def option_of(self, plan: LayerPlan) -> Option:
+        """What does the same as a plan for the layer."""
+        fates = plan.fates
+        away = {path_of_storage(self.graph, each): plan.tiers[each] for each in sorted(fates.swapped)}
+        saved = frozenset(self._paths[each] for each in fates.held if each in self._paths)
+        return self._option(saved, tuple(sorted(away.items())))
+
+    def changed(self, option: Option) -> Iterator[Option]:
+        """Options that do something else with one path: one that is made again is saved, one that is saved is made
+        again, and one is swapped that was not, or the other way round."""
+        yield from (self._option(saved, option.swapped) for saved in self._neighbours(option))
+        for path, tier in option.swapped:
+            rest = tuple(each for each in option.swapped if each != (path, tier))
+            yield from (self._option(saved, rest) for saved in (option.saved, option.saved | {path}))
+        for path in self._movable(option) if self._tiers else ():
+            yield from (self._option(option.saved - {path}, (*option.swapped, (path, tier))) for tier in self._tiers)
 
     def _all(self, tiers: tuple[Tier, ...]) -> list[Option]:
         """Whatever can be done, with swaps to `tiers`, where that is not too much; else nothing."""
@@ -255,25 +273,26 @@ class OptionMaker:
     def _swapping(self, plain: Iterable[Option]) -> Iterator[Option]:
         """Options that move away, instead of holding, the largest storages of another one."""
         for option in plain if self._tiers else ():
-            held = sorted(
-                (each for each in option.fates.held if self._may_leave(each)),
-                key=lambda storage: -self.graph.storages[storage].num_bytes,
-            )
-            paths = list(dict.fromkeys(path_of_storage(self.graph, storage) for storage in held))
+            paths = self._movable(option)
             for tier in self._tiers:
                 for count in range(1, min(len(paths), _MOST_SWAPPED) + 1):
                     away = tuple((path, tier) for path in paths[:count])
                     yield self._option(option.saved - set(paths[:count]), away)
 
+    def _movable(self, option: Option) -> list[str]:
+        """Paths of what is held and may be swapped instead, the largest first."""
+        held = [each for each in option.fates.held if self._may_leave(each)]
+        held.sort(key=lambda storage: (-self.graph.storages[storage].num_bytes, storage))
+        return list(dict.fromkeys(path_of_storage(self.graph, storage) for storage in held))
+
     def _fixed(self) -> Iterator[Option]:
         """What the fixed policies do."""
+        usual: Tier = self._tiers[0] if self._tiers else "host"
         for policy in POLICIES:
             if self._tiers or policy not in SWAPPING:
                 rules = RuleSet(POLICIES[policy](self.graph))
                 fates = fates_under(self.graph, rules, min_swap_bytes=self._min_swap_bytes)
-                away = sorted({path_of_storage(self.graph, storage) for storage in fates.swapped})
-                saved = frozenset(self._paths[storage] for storage in fates.held if storage in self._paths)
-                yield self._option(saved, tuple((path, self._tiers[0]) for path in away))
+                yield self.option_of(LayerPlan(fates, dict.fromkeys(fates.swapped, usual)))
 
     def _may_leave(self, storage: int) -> bool:
         each = self.graph.storages[storage]

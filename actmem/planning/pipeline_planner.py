@@ -14,7 +14,7 @@ from typing import Unpack
 
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
-from actmem.planning.options import Option
+from actmem.planning.options import OptionMaker
 from actmem.planning.pipeline import PipelineSimulation, PipelineSimulator
 from actmem.planning.plan import Plan, Rule
 from actmem.planning.planner import Planned, Planner, Settings
@@ -58,7 +58,7 @@ class PipelinePlanner:
     def __init__(self, simulator: PipelineSimulator, **settings: Unpack[Settings]) -> None:
         self.simulator = simulator
         self.pipeline = simulator.pipeline
-        made: dict[object, list[Option]] = {}
+        made: dict[object, OptionMaker] = {}
         self._terrains = [RankSimulator(simulator, rank) for rank in range(len(self.pipeline.orders))]
         self.ranks = [Planner(terrain, made=made, **settings) for terrain in self._terrains]
 

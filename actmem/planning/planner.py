@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn, TypedDict, Unpack
 
 from actmem.config.schema import read_budget
+from actmem.config.shown import shown
 from actmem.errors import ConfigError, Fault, PlanError
 from actmem.graph import Graph, RegionGraph
 from actmem.hardware import Hardware, Level, load_hardware
@@ -25,6 +26,7 @@ from actmem.planning.fates import fates_under, path_of_storage
 from actmem.planning.options import Option, OptionMaker
 from actmem.planning.plan import Plan, Rule, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
+from actmem.planning.polish import FEW_LAYERS, polished
 from actmem.planning.simulation import HELD, Conditions, LayerPlan, Moment, Simulation
 from actmem.planning.simulator import Simulator
 from actmem.planning.solver import Choice, Mood, Solver
@@ -35,10 +37,14 @@ _BUDGETS = "bytes such as '60GiB', a share of the activations such as 0.4 or '40
 _ROUNDS = 4
 _STRIDE = 1.5
 """What is too much or too little changes the next budget by so many times as much."""
+_LEAST_STEP = 5e-4
+"""Share of a budget that is taken off at least where a choice needs more: the program tells bytes apart less finely."""
 _LEAST_SECONDS = 10.0
 """To find, of the plans with the least peak, a fast one."""
 _FEW = 600
 """So many options of all layers together are tried one by one."""
+_MOST_POLISHED = 3
+"""Of the choices that fit, the fastest."""
 _UNUSED = 0.001
 """Share of a budget that is not worth another round."""
 
@@ -123,7 +129,7 @@ class Planner:
     with other planners through `made`."""
 
     def __init__(
-        self, simulator: Terrain, *, made: dict[object, list[Option]] | None = None, **settings: Unpack[Settings]
+        self, simulator: Terrain, *, made: dict[object, OptionMaker] | None = None, **settings: Unpack[Settings]
     ) -> None:
         self.simulator = simulator
         self.graph = simulator.graph
@@ -206,7 +212,7 @@ class Planner:
         try:
             read = read_budget(budget)
         except ValueError as error:
-            raise ConfigError([Fault("memory_budget", str(error), budget, _BUDGETS)]) from error
+            raise ConfigError([Fault("memory_budget", f"{shown(budget)} {error}", budget, _BUDGETS)]) from error
         if isinstance(read, float):
             return self.plan(self.budget_of(read), name=f"auto@{_percent(read)}")
         if read == "auto":
@@ -227,26 +233,30 @@ class Planner:
         bound = self._solver.bound(budget_bytes)
         found = [*self._policies, *(() if bound is None else self._search(budget_bytes, bound, seconds))]
         fitting = [each for each in found if each.simulation.peak_bytes <= budget_bytes] or [self._least]
-        best = min(fitting, key=lambda each: each.simulation.seconds)
-        if best.simulation.peak_bytes > budget_bytes:
+        if fitting[0].simulation.peak_bytes > budget_bytes:
             self._refuse(budget_bytes)
-        best = self._polished(best, budget_bytes)
+        best = min([*fitting, *self._polished(fitting, budget_bytes)], key=_by_seconds)
         return self._planned(best, name, budget_bytes, bound)
 
     @cached_property
     def _solver(self) -> Solver:
         return Solver(self.simulator, self._options, limits=self._limits)
 
-    @cached_property
+    @property
     def _options(self) -> list[list[Option]]:
-        options = []
+        return [maker.options for maker in self._makers]
+
+    @cached_property
+    def _makers(self) -> list[OptionMaker]:
+        makers = []
         for layer, graph in enumerate(self.simulator.layers):
             key = (id(graph), self.simulator.leaving(layer), self.simulator.sharing(layer))
             if key not in self._made:
-                maker = OptionMaker(self.simulator, layer, tiers=self._tiers, min_swap_bytes=self._min_swap_bytes)
-                self._made[key] = maker.options()
-            options.append(self._made[key])
-        return options
+                self._made[key] = OptionMaker(
+                    self.simulator, layer, tiers=self._tiers, min_swap_bytes=self._min_swap_bytes
+                )
+            makers.append(self._made[key])
+        return makers
 
     @cached_property
     def _policies(self) -> list[_Found]:
@@ -303,26 +313,16 @@ class Planner:
                     break
                 if excess > 0:
                     too_much = min(too_much, aim)
-                aim = round(min(aim - _STRIDE * excess, (aim + too_much) / 2))
+                step = max(_STRIDE * excess, _LEAST_STEP * budget_bytes) if excess > 0 else _STRIDE * excess
+                aim = round(min(aim - step, (aim + too_much) / 2))
 
-    def _polished(self, found: _Found, budget_bytes: int) -> _Found:
-        """A choice bettered one layer at a time by what the simulation says, where copies make the program inexact and
-        are few, so that they do not even out."""
-        if not self._tiers or not self._has_few_options:
-            return found
-        alike = [{option.key: option for option in options} for options in self._options]
-        taken = [known.get(plan.key) for known, plan in zip(alike, found.layers, strict=True)]
-        options = [option for option in taken if option is not None]
-        if len(options) < len(taken):
-            return found
-        best = found.simulation
-        for layer, others in enumerate(self._options):
-            for other in others:
-                changed = [*options[:layer], other, *options[layer + 1 :]]
-                simulation = self.simulator.run([each.plan for each in changed])
-                if simulation.peak_bytes <= budget_bytes and simulation.seconds < best.seconds:
-                    best, options = simulation, changed
-        return found if best is found.simulation else self._played(tuple(options))
+    def _polished(self, fitting: Iterable[_Found], budget_bytes: int) -> Iterator[_Found]:
+        """The fastest choices made faster, where layers are so few that this is worth it."""
+        if len(self._makers) <= FEW_LAYERS:
+            for found in sorted(fitting, key=_by_seconds)[:_MOST_POLISHED]:
+                better = self._played(polished(self.simulator, self._makers, found.layers, budget_bytes))
+                if better.simulation.peak_bytes <= budget_bytes:
+                    yield better
 
     @property
     def _moods(self) -> tuple[Mood, ...]:
@@ -386,6 +386,10 @@ class Planner:
         step = self.graph.step
         assert step is not None
         return any(op.signature.startswith(f"_log_softmax({step.num_tokens}x") for op in step.gaps[-1].forward)
+
+
+def _by_seconds(found: _Found) -> float:
+    return found.simulation.seconds
 
 
 def _by_peak(found: _Found) -> tuple[int, float]:

@@ -114,8 +114,12 @@ class Solver:
         relaxed = layout.program.solve(relaxed=True, seconds=max(until - time.monotonic(), 0.0))
         if relaxed is None:
             return None
-        layout = _Layout(self, budget_bytes, layout.promising(relaxed), mood=mood)
-        found = self._search(layout, max(target, relaxed.objective) + self.gap_seconds, until)
+        target = max(target, relaxed.objective) + self.gap_seconds
+        narrow = _Layout(self, budget_bytes, layout.promising(relaxed), mood=mood)
+        found = self._search(narrow, target, until)
+        if found is not None:
+            return narrow.choice(found)
+        found = self._search(layout, target, until)  # of what looked promising nothing fits
         return None if found is None else layout.choice(found)
 
     def _search(self, layout: _Layout, target: float, until: float) -> Solution | None:

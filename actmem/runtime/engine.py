@@ -15,7 +15,7 @@ from actmem._compat import storage_id
 from actmem.config.schema import MemoryConfig
 from actmem.errors import PlanError
 from actmem.graph import RegionGraph
-from actmem.graph.fingerprint import joined_variants, variants_of
+from actmem.graph.fingerprint import joined_variants
 from actmem.planning import Action, Fingerprint, Plan, Policy, Rule
 from actmem.planning.clashes import refuse_clashes_in
 from actmem.planning.idle_rules import Deeds, idle_rules
@@ -152,13 +152,8 @@ class Engine:
         if first:
             self._inputs[inputs] = None
         self.autocast = autocast
-        made_for = self.source.made_for
-        if made_for is not None and made_for.inputs:
-            known = made_for.inputs if inputs in variants_of(made_for.inputs) else inputs
-            met = replace(made_for, inputs=known, autocast=autocast)
-            differences = made_for.differences(met)
-            if differences:
-                raise PlanError("\n  ".join([f"the plan {self.source.name} was made for other inputs:", *differences]))
+        if self.source.made_for is not None:
+            self.source.made_for.refuse_other_inputs(self.source.name, inputs, autocast)
 
     def plan(self, made_for: Fingerprint) -> Plan:
         """The rules of all layers called so far as one plan."""

@@ -21,9 +21,9 @@ from actmem.memory import peaks_of_calls
 from actmem.runtime.kinds import Kind
 from actmem.runtime.learning import tensors_in
 
-_MOST_FLOPS = {"cpu": 2**38}
-_MOST_BYTES = {"cpu": 2**30}
-"""Of a call that is run for this, operands alone: it takes a few seconds at most. Accelerators have no such limit."""
+_MOST_FLOPS = {"cpu": 2**35}
+_MOST_BYTES = {"cpu": 2**29}
+"""Of a call that is run for this, operands alone: it takes about a second at most. Accelerators have no such limit."""
 _CANNOT_RUN_ALONE = (RuntimeError, ValueError, IndexError, TypeError)
 """What a call raises that cannot do with operands of zeros, or with one rank's part of a tensor."""
 

@@ -21,7 +21,7 @@ from actmem.planning.plan import Tier
 from actmem.planning.planner import Planned, Planner, Settings, planner_for
 from actmem.planning.simulation import Conditions
 from actmem.runtime.swap.building import disk_limit, host_limit, usual_tiers
-from actmem.training.device import choose_device
+from actmem.training.device import choose_device, device_at_hand
 from actmem.training.machine import device_name, free_memory_bytes
 from actmem.training.traced import trace_pipeline, trace_step
 from actmem.units import format_bytes
@@ -36,9 +36,11 @@ def plan_run(config: RunConfig, model: PreTrainedModel | None = None, *, mesh: M
     already. Raises `PlanError` for a budget that no plan can meet, `HardwareError` for hardware that is not known,
     `ConfigError` for a device that is not there, and what tracing raises.
     """
+    here = device_at_hand(config)
     if config.parallel.pp_size > 1:
-        return plan_with(pipeline_planner_of(config, trace_pipeline(config, model, mesh=mesh)), config)
-    return plan_with(planner_of(config, trace_step(config, model, mesh=mesh)), config)
+        pipeline = trace_pipeline(config, model, mesh=mesh, kernels_on=here)
+        return plan_with(pipeline_planner_of(config, pipeline), config)
+    return plan_with(planner_of(config, trace_step(config, model, mesh=mesh, kernels_on=here)), config)
 
 
 def peaks_of(planned: AnyPlanned) -> tuple[int, ...]:

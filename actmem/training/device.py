@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from actmem.config.schema import RunConfig
 from actmem.errors import ConfigError, Fault
+from actmem.hardware import Hardware, load_hardware
+from actmem.training.machine import device_name
 
 
 def choose_device(name: str) -> torch.device:
@@ -25,3 +28,17 @@ def choose_device(name: str) -> torch.device:
         found = f"cpu or {accelerator.type}" if accelerator is not None else "cpu; there is no accelerator here"
         raise ConfigError([Fault("train.device", "is not there", name, f"auto, {found}")])
     return device
+
+
+def device_at_hand(config: RunConfig, hardware: Hardware | None = None) -> torch.device | None:
+    """The run's device, if what it is planned for, `hardware` or else what the configuration names, is such a one;
+    ``None`` for a device elsewhere. Raises `HardwareError`, and `ConfigError` where ``auto`` finds none."""
+    if hardware is None and config.hardware == "auto":
+        return choose_device(config.train.device)
+    profile = hardware or load_hardware(config.hardware)
+    try:
+        device = choose_device(config.train.device)
+    except ConfigError:
+        return None
+    alike = profile.link is None if device.type == "cpu" else profile.name == device_name(device)
+    return device if alike else None

@@ -43,16 +43,27 @@ def trace_run(config: RunConfig, model: PreTrainedModel | None = None) -> Graph:
         return trace_layers(laid_out, _batch(config), loss=loss_of(config.model.loss))
 
 
-def trace_step(config: RunConfig, model: PreTrainedModel | None = None, *, mesh: Mesh | None = None) -> Graph:
+def trace_step(
+    config: RunConfig,
+    model: PreTrainedModel | None = None,
+    *,
+    mesh: Mesh | None = None,
+    kernels_on: torch.device | None = None,
+) -> Graph:
     """As `trace_run`, with the backward passes and everything outside the layers; not for a pipeline. `mesh` is that of
-    the run, where this process is in it already."""
+    the run, where this process is in it already; `kernels_on` is for `trace`, and as a rule the `device_at_hand`."""
     assert config.parallel.pp_size == 1, "a pipeline has a graph for each stage"
+    loss, sharding = loss_of(config.model.loss), sharding_of(config.parallel)
     with laid_out_model(config, model or shapes_of(config), mesh) as laid_out:
-        return trace(laid_out, _batch(config), loss=loss_of(config.model.loss), sharding=sharding_of(config.parallel))
+        return trace(laid_out, _batch(config), loss=loss, sharding=sharding, kernels_on=kernels_on)
 
 
 def trace_pipeline(
-    config: RunConfig, model: PreTrainedModel | None = None, *, mesh: Mesh | None = None
+    config: RunConfig,
+    model: PreTrainedModel | None = None,
+    *,
+    mesh: Mesh | None = None,
+    kernels_on: torch.device | None = None,
 ) -> PipelineGraph:
     """The graphs of a pipeline's stages, and what its ranks do in which order. Stages that do the same have the same
     graph. Raises what `trace_step` does."""
@@ -63,7 +74,7 @@ def trace_pipeline(
     for first, end in cuts:
         place = (first == 0, end == whole.config.num_hidden_layers, end - first)
         if place not in known:
-            known[place] = _trace_stage(config, whole, first, end, mesh)
+            known[place] = _trace_stage(config, whole, first, end, mesh, kernels_on)
         stages.append(known[place])
         made_for = known[place].made_for
         assert made_for is not None
@@ -81,7 +92,14 @@ def trace_pipeline(
     )
 
 
-def _trace_stage(config: RunConfig, whole: PreTrainedModel, first: int, end: int, mesh: Mesh | None) -> Graph:
+def _trace_stage(
+    config: RunConfig,
+    whole: PreTrainedModel,
+    first: int,
+    end: int,
+    mesh: Mesh | None,
+    kernels_on: torch.device | None,
+) -> Graph:
     is_last = end == whole.config.num_hidden_layers
     autocast = torch.bfloat16 if config.train.autocast is not None else None
     stage = cut(copy.deepcopy(whole), first, end, autocast=autocast)
@@ -103,7 +121,8 @@ def _trace_stage(config: RunConfig, whole: PreTrainedModel, first: int, end: int
         return summed / int(targets.numel())
 
     with _spread(config, stage.model, mesh):
-        return trace_stage(stage, batch, forward=forward, sharding=sharding_of(config.parallel))
+        sharding = sharding_of(config.parallel)
+        return trace_stage(stage, batch, forward=forward, sharding=sharding, kernels_on=kernels_on)
 
 
 def shapes_of(config: RunConfig) -> PreTrainedModel:

@@ -324,6 +324,21 @@ def test_each_of_two_entries_with_one_pattern_overlaps_in_its_place(config: Path
     ]
 
 
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [("data.sequence_length=24", "inputs: plan 0: "), ("train.autocast=bfloat16", "autocast: plan None")],
+)
+def test_a_plan_for_other_inputs_is_refused_as_a_run_refuses_it(config: Path, other: str, field: str) -> None:
+    config.write_text(CONFIG + "policy: selective\n")
+    assert invoke("plan", config, "-o", "mine.yaml").exit_code == 0
+    assert check(config, "plan: mine.yaml\n")[0] == 0
+    code, told = check(config, "plan: mine.yaml\n", other)
+    (fault,) = told["faults"]
+    assert (code, fault["path"], fault["line"]) == (2, "plan", 5)
+    assert "was made for other inputs" in fault["problem"]
+    assert field in fault["problem"]
+
+
 def test_a_pattern_without_a_match_is_told_once(config: Path) -> None:
     _, told = check(config, select("'.*mpl': [0-1], mlp: [2]"))
     assert [warning["problem"] for warning in told["warnings"]] == ["matches no module and no op in layers 0-1"]

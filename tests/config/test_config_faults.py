@@ -111,6 +111,27 @@ def test_a_wrong_value_is_named_with_what_is_allowed(entry: str, problem: str, a
     assert (fault.path, fault.line, fault.column) == (f"train.{entry.partition(':')[0]}", 4, 3)
 
 
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("memory_budget: 40 apples", "'40 apples' is not a number of bytes"),
+        ("memory_budget: -3GiB", "'-3GiB' is not a number of bytes"),
+        ("memory_budget: 9999999999GiB", "'9999999999GiB' is more bytes than any device has"),
+        ("memory_budget: 150%", "'150%' is no share: one lies above 0"),
+        ("memory_budget: 1.5", "1.5 is no share: one lies above 0"),
+        ("memory_budget: 0", "0 is not above 0"),
+        ("memory_budget: -1", "-1 is not above 0"),
+        ("memory_budget: true", "true is neither a number of bytes nor a share"),
+        ("memory_budget: ''", "'' is empty"),
+        ("memory_budget: [1]", "[1] is neither a number of bytes nor a share"),
+        ("memory: {host_limit: 3 apples}", "'3 apples' is not a number of bytes"),
+    ],
+)
+def test_bytes_and_shares_are_refused_for_what_is_wrong_with_them(entry: str, problem: str) -> None:
+    text = "model: {name: qwen3-tiny}\ndata: {path: [a.txt]}\n" + entry
+    assert only_fault(text).problem.startswith(problem)
+
+
 def test_a_list_of_the_wrong_length_or_kind_is_a_fault() -> None:
     assert only_fault(with_train("betas: [0.9, 0.95, 0.99]")).problem == "[0.9, 0.95, 0.99] has 3 entries"
     assert only_fault(with_train("betas: [0.9]")).path == "train.betas[1]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def test_who_does_not_come_is_named(tmp_path: Path, missing: Callable[[Path], No
     for rank in (0, 2):
         said = (tmp_path / f"rank {rank} says").read_text()
         assert f"  rank 1 {where}" in said
-        assert f"  rank {rank} gave up in all_reduce" in said
+        assert re.search(f"  rank {rank} (gave up|is) in all_reduce", said), said  # it may have been asked just before
         assert "raise parallel.timeout_seconds" in said
 
 

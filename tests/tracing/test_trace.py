@@ -40,7 +40,8 @@ def trace_real(config: ModelConfig) -> Graph:
 
 def trace_shapes(config: ModelConfig, shape: tuple[int, int] = (2, 8)) -> Graph:
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    return trace(build_shapes(config).base_model, {"input_ids": tokens, "use_cache": False})
+    batch = {"input_ids": tokens, "use_cache": False}
+    return trace(build_shapes(config).base_model, batch, kernels_on=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
