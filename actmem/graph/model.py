@@ -34,18 +34,21 @@ class Graph:
         return self.kinds[self.layers[name]]
 
     @property
-    def multiplies_bfloat16(self) -> bool:
-        """Whether any product, in a layer or around them, has operands of bfloat16."""
-        return any(_BFLOAT16 in signature for signature in self._products())
+    def multiplies_bfloat16_unseen(self) -> bool:
+        """Whether any product, in a layer or around them, has operands of bfloat16, and nobody saw what memory its
+        kernel takes for itself."""
+        return any(_BFLOAT16 in signature for signature, scratch in self._products() if scratch is None)
 
-    def _products(self) -> Iterator[str]:
+    def _products(self) -> Iterator[tuple[str, int | None]]:
+        """Signature and `scratch_bytes` of each."""
         gaps = () if self.step is None else self.step.gaps
         outside = [op for gap in gaps for op in (*gap.forward, *gap.backward)]
         for graph in self.kinds.values():
-            yield from (graph.signature(index) for index, op in enumerate(graph.ops) if op.compute_intensive)
+            products = (index for index, op in enumerate(graph.ops) if op.compute_intensive)
+            yield from ((graph.signature(index), graph.ops[index].scratch_bytes) for index in products)
         for op in (*outside, *(op for graph in self.kinds.values() for op in graph.backward)):
             if op.compute_intensive:
-                yield op.signature
+                yield op.signature, op.scratch_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` reads it back."""

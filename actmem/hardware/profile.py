@@ -102,6 +102,7 @@ class Hardware(Section):
     - `workspace_bytes`: what kernels take for themselves while they run, which no trace shows.
     - `packing_bytes_per_thread`: what each of `num_threads` takes on top where products of bfloat16 run, to pack their
       operands; ``None``: as many threads as the machine has that plans are made on.
+      Neither this nor the next is added for ops whose own memory was seen when they were traced.
     - `bfloat16_scratch`: bytes that a product of bfloat16 takes while it runs for each byte of its result: 2 on a CPU
       without instructions for it, which sums up in a float32 copy.
     - `link`: to and from the host's memory; ``None`` where the device is the host. `disk`: to and from a scratch file.

@@ -41,7 +41,8 @@ class LayerPlan:
 class Conditions:
     """What a step runs under: costs of ops, links to the tiers, how many layers ahead reloads start, how many bytes may
     be on their way out or in, whether parameters have gradients when it begins, and the bytes that kernels may take for
-    themselves at any moment: `workspace_bytes`, and `packing_bytes` on top in a step with products of bfloat16."""
+    themselves at any moment: `workspace_bytes`, and `packing_bytes` on top in a step with products of bfloat16 whose
+    own memory nobody has seen."""
 
     costs: Costs
     links: Mapping[Tier, Link]
@@ -53,7 +54,7 @@ class Conditions:
 
     def for_step(self, graph: Graph) -> Conditions:
         """The same for the step of `graph`, with all that its kernels take as `workspace_bytes`."""
-        packing_bytes = self.packing_bytes if graph.multiplies_bfloat16 else 0
+        packing_bytes = self.packing_bytes if graph.multiplies_bfloat16_unseen else 0
         return replace(self, workspace_bytes=self.workspace_bytes + packing_bytes, packing_bytes=0)
 
 
