@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import get_args_parser, run
 
+from actmem.cli.lifeline import be_launcher
 from actmem.cli.screen import Screen
 from actmem.cli.told_once import told_once
 
@@ -25,6 +26,7 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     """
     given = ["--standalone", f"--nproc-per-node={num_processes}", "-m", "actmem", *_without_nproc(arguments)]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    be_launcher()
     logging.getLogger(_TORCHS_OWN).setLevel(logging.CRITICAL)  # how processes end is said below
     try:
         with told_once():

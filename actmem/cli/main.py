@@ -77,8 +77,19 @@ def run() -> None:
                 print_json(_as_data(error))
             Screen(stderr=True).error(error)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not _is_interrupt(error):
+            raise
         sys.exit(130)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether it goes back to Ctrl-C: a library that is being imported may make another error of that."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _show_warning(

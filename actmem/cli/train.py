@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from actmem.cli.lifeline import end_with_launcher
 from actmem.cli.screen import Screen, print_json
 from actmem.config.loading import load_config
 from actmem.units import format_bytes
@@ -46,6 +47,8 @@ def train(
     from transformers.utils import logging
 
     from actmem.training.trainer import train as run_training
+
+    end_with_launcher()
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would break into ours
     result = run_training(run, progress=not no_progress)

@@ -13,9 +13,9 @@ from actmem.planning.options import Option, OptionMaker
 from actmem.planning.simulation import LayerPlan
 from actmem.planning.terrain import Terrain
 
-FEW_LAYERS = 8
+FEW_LAYERS = 4
 """Of a stack that is worth it."""
-_MOST_PLAYED = 6000
+_MOST_PLAYED = 4000
 """So many layers, of all steps that are played through, until the search takes the best that it has found."""
 
 

@@ -145,6 +145,20 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_so_does_what_a_library_makes_of_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise ModuleNotFoundError("Could not import module") from error
+
+    monkeypatch.setattr("actmem.cli.check.read_config", interrupt)
+    assert run_with(["check", "x.yaml"], monkeypatch) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["check"], ["chekc"], ["check", "x.yaml", "--jsom"], ["[/b]"]])
 def test_wrong_usage_exits_with_2(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

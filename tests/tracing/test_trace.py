@@ -29,6 +29,7 @@ SHAPE: dict[str, object] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
+CPU = torch.device("cpu")
 DENSE = SHAPE | {"model_type": "qwen3"}
 MOE = SHAPE | {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
@@ -38,10 +39,10 @@ def trace_real(config: ModelConfig) -> Graph:
     return trace(build_model(config, seed=0).base_model, {"input_ids": tokens, "use_cache": False})
 
 
-def trace_shapes(config: ModelConfig, shape: tuple[int, int] = (2, 8)) -> Graph:
+def trace_shapes(config: ModelConfig, shape: tuple[int, int] = (2, 8), kernels_on: torch.device | None = CPU) -> Graph:
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     batch = {"input_ids": tokens, "use_cache": False}
-    return trace(build_shapes(config).base_model, batch, kernels_on=torch.device("cpu"))
+    return trace(build_shapes(config).base_model, batch, kernels_on=kernels_on)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -83,7 +84,7 @@ def test_a_layer_without_experts_is_a_kind_of_its_own() -> None:
 
 @pytest.mark.parametrize(("preset", "num_layers"), [("qwen3-8b", 36), ("qwen3-30b-a3b", 48)])
 def test_a_full_size_model_is_traced_without_its_memory(preset: str, num_layers: int) -> None:
-    graph = trace_shapes(ModelConfig(name=preset, dtype="bfloat16"), (4, 4096))
+    graph = trace_shapes(ModelConfig(name=preset, dtype="bfloat16"), (4, 4096), kernels_on=None)
     assert len(graph.layers) == num_layers and len(graph.kinds) == 1
     (layer,) = graph.kinds.values()
     held = unplanned_fates(layer).held_bytes
