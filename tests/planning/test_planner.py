@@ -129,6 +129,25 @@ def planners() -> dict[str, Planner]:
     return {name: planner_of(run_of(name), trace_step(run_of(name)), gradients_stand=True) for name in MODELS}
 
 
+@pytest.mark.parametrize(("num_layers", "near"), [(1, 0.03), (3, 0.015), (8, 0.008)])
+def test_plans_of_few_layers_are_near_the_bound(num_layers: int, near: float) -> None:
+    """From a byte less than no plan needs to just above the least possible; the bound mixes options of a layer, which
+    nobody can, and so lies the lower the fewer layers there are."""
+    config = MODELS["moe" if num_layers == 8 else "dense"]
+    fields = {**(config.config or {}), "num_hidden_layers": num_layers}
+    run = RunConfig(
+        model=config.model_copy(update={"config": fields}),
+        data=DataConfig(path=["none"], sequence_length=256),
+        train=TrainConfig(micro_batch_size=4, device="cpu"),
+    )
+    planner = planner_of(run, trace_step(run), swaps=False)
+    least, most = planner.least_peak_bytes, planner.unplanned.peak_bytes
+    for budget in (most - 1, *(least + (most - least) * share // 100 for share in (90, 50, 10, 2))):
+        planned = planner.plan(budget)
+        assert planned.simulation.peak_bytes <= budget
+        assert planned.added_share - planned.bound_share < near, budget
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_measured_peaks_stay_within_random_budgets(planners: dict[str, Planner], name: str) -> None:
     planner, config = planners[name], MODELS[name]
