@@ -20,6 +20,7 @@ from actmem.config.shown import shown
 from actmem.errors import ConfigError, Fault, PlanError
 from actmem.graph import Graph, RegionGraph
 from actmem.hardware import Hardware, Level, load_hardware
+from actmem.planning.choice_program import Choice, Mood
 from actmem.planning.chosen_rules import rules_of_options, rules_of_policy
 from actmem.planning.conditions import conditions_on
 from actmem.planning.fates import fates_under, path_of_storage
@@ -29,7 +30,7 @@ from actmem.planning.policies import POLICIES, SWAPPING
 from actmem.planning.polish import FEW_LAYERS, polished
 from actmem.planning.simulation import HELD, Conditions, LayerPlan, Moment, Simulation
 from actmem.planning.simulator import Simulator
-from actmem.planning.solver import Choice, Mood, Solver
+from actmem.planning.solver import Solver
 from actmem.planning.terrain import Terrain
 from actmem.units import format_bytes
 
