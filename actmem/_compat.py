@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,12 +21,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry as torch_flop_registry
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "DEVICE_QUESTION",
+    "OWN_BUFFERS",
     "DispatchMode",
     "FakeTensorMode",
     "LifelikeFakes",
@@ -44,9 +48,11 @@ __all__ = [
     "forget_micro_batches",
     "give_back_free_memory",
     "inside",
+    "is_caching_casts",
     "is_compiled",
     "is_compiler_watching",
     "is_fake",
+    "is_profiling",
     "local_storage",
     "raw_call",
     "size_of_group",
@@ -94,6 +100,27 @@ flop_registry = {torch.ops.aten._grouped_mm: _grouped_mm_flops, **torch_flop_reg
 
 DATA_DEPENDENT_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
 """What fake tensors raise where the next op depends on numbers that they do not have."""
+
+
+OWN_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else {"broadcast_buffers": False}
+)
+"""What has DDP leave each rank's buffers alone."""
+
+
+def is_caching_casts() -> bool:
+    """Whether autocast keeps what it casts parameters to, until its context ends."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds))
+
+
+def is_profiling() -> bool:
+    """Whether a profile is being taken, beside which there can be no other."""
+    autograd: Any = torch.autograd
+    return bool(autograd._profiler_enabled())
 
 
 def bfloat16_scratch() -> float:
@@ -188,7 +215,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the storage behind a tensor, all of it; behind the numbers in a sparse or ragged one."""
     if tensor.layout is not torch.strided:
-        numbers = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+        with nullcontext() if tensor.is_nested else dispatch_off():  # to ask is an op
+            numbers = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
         return numbers.untyped_storage().nbytes()
     return local_storage(tensor).nbytes()
 

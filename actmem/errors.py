@@ -29,7 +29,9 @@ from typing import Any
 
 
 class ActmemError(Exception):
-    """Root of all errors that actmem raises on purpose."""
+    """Root of all errors that actmem raises on purpose. `is_repeated`: another process of the same run says it too."""
+
+    is_repeated = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from actmem.cli.lifeline import be_launcher
 from actmem.cli.screen import Screen
 from actmem.cli.told_once import told_once
 
-_TORCHS_OWN = "torch.distributed.elastic.multiprocessing.api"
+_TORCHS_OWN = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
 
 
 def launch(num_processes: int, arguments: Sequence[str]) -> int:
@@ -27,7 +27,8 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     given = ["--standalone", f"--nproc-per-node={num_processes}", "-m", "actmem", *_without_nproc(arguments)]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     be_launcher()
-    logging.getLogger(_TORCHS_OWN).setLevel(logging.CRITICAL)  # how processes end is said below
+    for name in _TORCHS_OWN:  # how processes end is said below
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         with told_once():
             run(get_args_parser().parse_args(given))

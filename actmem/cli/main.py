@@ -72,7 +72,7 @@ def run() -> None:
     try:
         app(prog_name="actmem")
     except ActmemError as error:
-        if is_news(str(error)):
+        if not error.is_repeated and is_news(str(error)):
             if "--json" in sys.argv[1:]:
                 print_json(_as_data(error))
             Screen(stderr=True).error(error)

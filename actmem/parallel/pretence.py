@@ -15,8 +15,8 @@ from actmem.parallel.mesh import Mesh, MeshSizes, Sizes, build_mesh
 def pretended_mesh(sizes: Sizes) -> Iterator[Mesh]:
     """The mesh of the ranks that share the tensors and experts of one stage, as the first of them sees it.
 
-    Data goes over it nowhere; collectives on tensors without numbers need none. Where this process is one of real ranks
-    already, they have to be enough of them, and their groups are used.
+    Data goes over it nowhere; collectives on tensors without numbers need none. A process that is one of real ranks has
+    a mesh already, and takes that.
     """
     inner = MeshSizes(dp_shard_size=sizes.ep_size, tp_size=sizes.tp_size, ep_size=sizes.ep_size)
     if inner == MeshSizes():

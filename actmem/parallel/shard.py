@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from actmem._compat import OWN_BUFFERS
 from actmem.errors import LayoutError
 from actmem.models.regions import find_regions
 from actmem.parallel.mesh import Mesh
@@ -44,7 +45,7 @@ def shard_data(model: nn.Module, mesh: Mesh, *, reshard_after_forward: bool = Tr
 
 def _copy(model: nn.Module, ranks: DeviceMesh) -> nn.Module:
     copies = DistributedDataParallel(
-        model, process_group=ranks.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
+        model, process_group=ranks.get_group(), gradient_as_bucket_view=True, **OWN_BUFFERS
     )
     # DDP compares annotations with types, and ours are strings; a lambda has none.
     copies.register_comm_hook(ranks.get_group(), lambda group, bucket: _sum(group, bucket))

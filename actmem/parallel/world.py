@@ -78,6 +78,7 @@ class World:
             return work()
         heard: Said | ActmemError = self.tell(_result_or_error(work) if self.is_first else None)
         if isinstance(heard, ActmemError):
+            heard.is_repeated = not self.is_first
             raise heard
         return heard
 
@@ -153,11 +154,13 @@ def refuse_differences(mine: dict[str, str]) -> None:
         if theirs.get(name) != heard[0].get(name)
     ]
     if found:
-        raise LayoutError(
+        error = LayoutError(
             "the processes of this run differ, and would not compute the same:\n  "
             + "\n  ".join(sorted(found))
             + "\n  start all of them with one configuration and the same packages"
         )
+        error.is_repeated = distributed.get_rank() > 0
+        raise error
 
 
 def _wrong_number(config: RunConfig, size: int) -> Fault:

@@ -92,6 +92,8 @@ def plan(
     begins. `actmem.apply` takes what this returns. Raises `PlanError` for a budget that no plan can meet, `ConfigError`
     for one that is none, and `HardwareError`.
     """
+    if not isinstance(graph, Graph):
+        raise PlanError(f"graph is a {type(graph).__name__}; allowed: what actmem.trace(model, batch) gives")
     profile = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     conditions = conditions_on(profile, level=level, tiers=tiers, gradients_stand=gradients_stand)
     return planner_for(graph, conditions).within(memory_budget, memory_bytes=profile.memory_bytes)

@@ -71,6 +71,8 @@ _UNORDERED_ON_ACCELERATOR = {
     "aten::scatter_add",
     "aten::scatter_reduce",
 }
+# Its kernel does not give the same bits each time, though nothing says so.
+_UNREPEATABLE = {"aten::mkldnn_rnn_layer"}
 _COMMUNICATION_NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor"}
 _BUILT_IN_NAMESPACES = {"aten", "prims", "prim", *_COMMUNICATION_NAMESPACES}
 _ATTENTION = "scaled_dot_product_attention"
@@ -173,7 +175,7 @@ def _reason_to_keep(func: OpOverload, qualified: str, namespace: str, edits: boo
         return RANDOM
     if qualified in _UNORDERED_ON_ACCELERATOR and torch.accelerator.is_available():
         return NON_DETERMINISTIC
-    if torch.Tag.nondeterministic_bitwise in func.tags:
+    if torch.Tag.nondeterministic_bitwise in func.tags or qualified in _UNREPEATABLE:
         return NON_DETERMINISTIC
     return COMMUNICATION if namespace in _COMMUNICATION_NAMESPACES else None
 

@@ -7,6 +7,7 @@ kind, is run by itself on operands that look like the step's own, and the alloca
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,15 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmem._compat import local_part, storage_bytes, storage_id
+from actmem._compat import is_profiling, local_part, storage_bytes, storage_id
 from actmem.graph import COMMUNICATION
 from actmem.memory import peaks_of_calls
 from actmem.runtime.kinds import Kind
 from actmem.runtime.learning import tensors_in
 
-_MOST_FLOPS = {"cpu": 2**35}
+_UNLIMITED = 2**62
+_MOST_FLOPS = {"cpu": 2**34}
 _MOST_BYTES = {"cpu": 2**29}
-"""Of a call that is run for this, operands alone: it takes about a second at most. Accelerators have no such limit."""
+"""Of a call that is run for this, its operands or its results: it takes less than a second. Accelerators have no such
+limit."""
+_MOST_OF_ALL = 16
+"""So many times as much may all calls together take."""
+_one_at_a_time = threading.Lock()
 _CANNOT_RUN_ALONE = (RuntimeError, ValueError, IndexError, TypeError)
 """What a call raises that cannot do with operands of zeros, or with one rank's part of a tensor."""
 
@@ -34,15 +40,22 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._calls: dict[Hashable, _Call] = {}
+        self._flops_left = _MOST_OF_ALL * _MOST_FLOPS.get(device.type, _UNLIMITED)
+        self._bytes_left = _MOST_OF_ALL * _MOST_BYTES.get(device.type, _UNLIMITED)
 
-    def note(self, signature: str, func: Any, kind: Kind, args: Any, kwargs: Any, flops: int) -> None:
-        """A call goes by. Two are of a kind that differ in nothing but numbers."""
+    def note(
+        self, signature: str, func: Any, kind: Kind, args: Any, kwargs: Any, flops: int, results: Sequence[Tensor]
+    ) -> None:
+        """A call goes by. Two are of a kind that differ in nothing but numbers. Custom ops are left alone: what they do
+        with operands of zeros is not known."""
         operands = [local_part(each) for each in tensors_in((*args, *kwargs.values()))]
-        if kind.view or kind.kept == COMMUNICATION or not operands or self._is_too_large(operands, flops):
+        if kind.view or kind.custom or kind.kept == COMMUNICATION or not operands:
+            return
+        if any(each.layout is not torch.strided or each.is_nested for each in operands):
             return
         settings = str([each for each in (*args, *kwargs.items()) if not tensors_in((each,))])
         key = (func, signature, tuple([each.stride() for each in operands]), settings)
-        if key not in self._calls:
+        if key not in self._calls and self._may_take(operands, results, flops):
             looks = [_look_of(each) for each in args], {name: _look_of(each) for name, each in kwargs.items()}
             self._calls[key] = _Call(signature, func, *looks)
 
@@ -50,16 +63,24 @@ class Kernels:
         """By signature, the most bytes that a call had allocated beside its results; those that cannot be made by
         themselves are missing."""
         found: dict[str, int] = {}
-        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+        if is_profiling():  # which another profile, of memory, would end
+            return found
+        with _one_at_a_time, torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             standing = {call: size for call in self._calls.values() if (size := call.try_out(self._device)) is not None}
             peaks = peaks_of_calls([partial(call.run, self._device) for call in standing], self._device)
         for (call, stands), peak in zip(standing.items(), peaks, strict=True):
             found[call.signature] = max(peak - stands, found.get(call.signature, 0))
         return found
 
-    def _is_too_large(self, operands: Sequence[Tensor], flops: int) -> bool:
-        kind, num_bytes = self._device.type, sum(map(storage_bytes, operands))
-        return flops > _MOST_FLOPS.get(kind, flops) or num_bytes > _MOST_BYTES.get(kind, num_bytes)
+    def _may_take(self, operands: Sequence[Tensor], results: Sequence[Tensor], flops: int) -> bool:
+        """Whether a call is small enough, by itself and beside all others; if so it counts."""
+        kind, num_bytes = self._device.type, max(sum(map(storage_bytes, each)) for each in (operands, results))
+        is_small = flops <= _MOST_FLOPS.get(kind, _UNLIMITED) and num_bytes <= _MOST_BYTES.get(kind, _UNLIMITED)
+        fits = is_small and flops <= self._flops_left and num_bytes <= self._bytes_left
+        if fits:
+            self._flops_left -= flops
+            self._bytes_left -= num_bytes
+        return fits
 
 
 @dataclass(frozen=True, eq=False)

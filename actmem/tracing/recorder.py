@@ -22,6 +22,7 @@ from actmem._compat import (
     DEVICE_QUESTION,
     DispatchMode,
     answer_device,
+    is_caching_casts,
     likeness,
     local_part,
     local_storage,
@@ -101,8 +102,10 @@ class StepRecorder(DispatchMode):
         self._owned = {storage_id(tensor) for tensor in owned}
         self._holds = holds
         self._kernels = kernels
-        self._living: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._is_watching = True
+        self._is_casting = False
+        self._casts: list[int] = []
         self._here = self._place(0, in_layer=False, backward=False)
 
     @contextmanager
@@ -125,8 +128,10 @@ class StepRecorder(DispatchMode):
                 hook.remove()
 
     def begin_backward(self) -> None:
-        """The forward pass, the loss included, is done."""
+        """The forward pass, the loss included, is done, and with it autocast and what it has kept."""
         self._here = self._place(len(self._layers), in_layer=False, backward=True)
+        for number in self._casts:
+            self.memories[number].let_go = (self._here, 0)
 
     def _note_gradient(self, parameter: Tensor, num_ranks: int) -> None:
         if parameter.grad is not None and (number := self._number_of(parameter.grad)) != OWNED:
@@ -142,6 +147,7 @@ class StepRecorder(DispatchMode):
         """A layer's forward runs inside."""
         self.num_calls[layer] += 1
         self._here = self._place(layer, in_layer=True, backward=False)
+        self._is_casting = is_caching_casts()
         yield
         self._here = self._place(layer + 1, in_layer=False, backward=False)
 
@@ -158,11 +164,13 @@ class StepRecorder(DispatchMode):
         results = tensors_in(out if isinstance(out, (list, tuple)) else (out,))
         inputs = tuple([self._number_of(each) for each in operands])
         outputs = tuple([self._number_of(each) for each in results])
+        if self._is_casting and kind.name == "_to_copy" and inputs == (OWNED,) and operands[0].requires_grad:
+            self._casts += set(outputs) - {OWNED}
         moves = kind.edits or not outputs or not set(outputs) <= set(inputs)
         signature = signature_of(kind.name, [(tuple(local_part(each).shape), _dtype(each)) for each in operands])
         flops = flops_of(func, kind, args, kwargs, out)
         if self._kernels is not None:
-            self._kernels.note(signature, func, kind, args, kwargs, flops)
+            self._kernels.note(signature, func, kind, args, kwargs, flops, results)
         self._here.ops.append(
             Seen(
                 name=kind.name,
@@ -201,7 +209,8 @@ class StepRecorder(DispatchMode):
             if number != OWNED and self._is_watching:
                 self.memories[number].gone = (self._here, len(self._here.ops))
 
-        self._living[identity] = (weakref.ref(local_storage(tensor), note_death), number)
+        is_plain = tensor.layout is torch.strided  # others have no storage of their own
+        self._living[identity] = (weakref.ref(local_storage(tensor) if is_plain else tensor, note_death), number)
 
     def _place(self, layer: int, *, in_layer: bool, backward: bool) -> Place:
         place = Place(layer, in_layer, backward)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def trace(
     loss: Loss | None = None,
     regions: Sequence[nn.Module | str] | None = None,
     sharding: Sharding = WHOLE,
-    kernels_on: torch.device | None = None,
+    kernels_on: torch.device | str | None = None,
 ) -> Graph:
     """The graph of a training step of `model` on the keyword arguments `batch`.
 
@@ -51,7 +52,8 @@ def trace(
     random state stay as they are.
     Raises `ApplyError` for a model that cannot be planned, or a loss that is none, and what the model itself raises.
     """
-    return _trace(model, batch, loss=loss, regions=regions, sharding=sharding, kernels_on=kernels_on)
+    device = None if kernels_on is None else _usable(kernels_on)
+    return _trace(model, batch, loss=loss, regions=regions, sharding=sharding, kernels_on=device)
 
 
 def trace_stage(
@@ -189,6 +191,19 @@ def _device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
 
 
+def _usable(device: torch.device | str) -> torch.device:
+    """A device to run kernels on. Raises `ApplyError` for one that is not there."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    known = {"cpu", *(() if accelerator is None else (accelerator.type,))}
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    if found.type not in known:
+        raise ApplyError(f"kernels_on: {device} is no device that is here; allowed: {', '.join(sorted(known))}")
+    return found
+
+
 def _kernels_of(model: nn.Module, device: torch.device | None) -> Kernels | None:
     if device is None and _is_without_numbers(model):
         return None
@@ -239,20 +254,42 @@ def _at_hand(
     if _is_without_numbers(model):
         products = LifelikeFakes()  # type: ignore[no-untyped-call]
         with _explaining(model), one_sequence_a_row(), FakeTensorMode(), products:
-            parameters = {name: _fake(each) for name, each in wrapped.named_parameters()}
-            buffers = {name: _fake(each) for name, each in wrapped.named_buffers()}
+            parameters = _in_place_of(_slots(wrapped, "_parameters"), _fake)
+            buffers = _in_place_of(_slots(wrapped, "_buffers"), _fake)
             arguments = {name: _fake(each) if isinstance(each, Tensor) else each for name, each in batch.items()}
-            yield _runner(wrapped, parameters, buffers), list(parameters.values()), list(buffers.values()), arguments
+            yield _runner(wrapped, parameters, buffers), _each_once(parameters), _each_once(buffers), arguments
     else:
-        parameters = {
-            name: each.detach().requires_grad_(each.requires_grad) for name, each in wrapped.named_parameters()
-        }
-        buffers = {name: each.clone() for name, each in wrapped.named_buffers()}
-        yield _runner(wrapped, parameters, buffers), list(parameters.values()), list(buffers.values()), dict(batch)
+        parameters = _in_place_of(
+            _slots(wrapped, "_parameters"), lambda each: each.detach().requires_grad_(each.requires_grad)
+        )
+        buffers = _in_place_of(_slots(wrapped, "_buffers"), Tensor.clone)
+        yield _runner(wrapped, parameters, buffers), _each_once(parameters), _each_once(buffers), dict(batch)
 
 
 def _runner(wrapped: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> _Run:
-    return lambda loss, batch: torch.func.functional_call(wrapped, {**parameters, **buffers}, (loss, batch))
+    slots = {**parameters, **buffers}
+    return lambda loss, batch: torch.func.functional_call(wrapped, slots, (loss, batch), tie_weights=False)
+
+
+def _slots(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> dict[str, Tensor]:
+    """The parameters or buffers by name, one name for each place that holds one: a module that is used in two places is
+    one, and a tensor that two modules hold has two. Torch puts back what it has replaced place by place."""
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in model.named_modules()
+        for name, tensor in getattr(module, kind).items()
+        if tensor is not None
+    }
+
+
+def _in_place_of(slots: Mapping[str, Tensor], make: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """What `make` makes of each tensor, once, in all places that hold it."""
+    made = {id(each): make(each) for each in slots.values()}
+    return {name: made[id(each)] for name, each in slots.items()}
+
+
+def _each_once(slots: Mapping[str, Tensor]) -> list[Tensor]:
+    return list({id(each): each for each in slots.values()}.values())
 
 
 def _refuse_no_loss(lost: object) -> None:

@@ -9,6 +9,7 @@ import torch
 from actmem.config.schema import MemoryConfig, RunConfig
 from actmem.errors import ApplyError, ConfigError, Fault
 from actmem.graph import Graph
+from actmem.parallel import Mesh
 from actmem.planning.fates import fates_under, path_of_storage
 from actmem.planning.plan import RuleSet, Tier
 from actmem.runtime.engine import RuleSource
@@ -21,15 +22,15 @@ Need = dict[tuple[Tier, ...], int]
 """Bytes by the tiers that may take them, the first one first."""
 
 
-def refuse_too_small_tiers(config: RunConfig, source: RuleSource, device: torch.device) -> None:
-    """Raise `ConfigError` if one micro-batch swaps more than its tiers may take.
+def refuse_too_small_tiers(config: RunConfig, source: RuleSource, device: torch.device, mesh: Mesh) -> None:
+    """Raise `ConfigError` if one micro-batch swaps more than its tiers may take. `mesh` is that of the run.
 
     Nothing is said of a model whose ops depend on its numbers, such as experts run one by one.
     """
     if not source.may_swap:
         return
     try:
-        graph = trace_run(config)
+        graph = trace_run(config, mesh=mesh)
     except ApplyError:
         return
     faults = too_small_tiers(graph, source, config.memory, device)

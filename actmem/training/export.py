@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from actmem.errors import CheckpointError
 from actmem.parallel.world import World
 from actmem.training.checkpoint import tensors_of
-from actmem.training.sealed_directory import writing_directory
+from actmem.training.sealed_directory import passing_directory, writing_directory
 from actmem.training.sharded_files import load_shards, save_shards
 from actmem.training.tokenizing import Tokenizer
 
@@ -41,8 +40,8 @@ def gather_model(
     parts: Sequence[PreTrainedModel], whole: PreTrainedModel | None, directory: Path, world: World
 ) -> None:
     """Put what all ranks have of a model into `whole`, which the first one gives, by way of files in `directory`."""
-    with tempfile.TemporaryDirectory(dir=directory) if world.is_first else nullcontext("") as made:
-        scratch = Path(world.tell(made))
+    with passing_directory(directory, "gathered") if world.is_first else nullcontext(directory) as made:
+        scratch = world.tell(made)
         save_shards({name: tensor for part in parts for name, tensor in tensors_of(part).items()}, scratch)
         world.wait()
         if whole is not None:

@@ -40,6 +40,19 @@ def writing_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def passing_directory(directory: Path, name: str) -> Iterator[Path]:
+    """A new directory of this name inside another, which is gone when the block ends; one that a process left behind
+    which died in its own block goes first."""
+    passing = directory / f"{name}{_PARTIAL}"
+    shutil.rmtree(passing, ignore_errors=True)
+    passing.mkdir(parents=True)
+    try:
+        yield passing
+    finally:
+        shutil.rmtree(passing, ignore_errors=True)
+
+
 def seal(directory: Path, format_version: int) -> None:
     """Write the manifest of the files in `directory`."""
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(directory.iterdir())}

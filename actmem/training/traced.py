@@ -33,13 +33,14 @@ from actmem.training.loss import next_token_loss, plain, spread_logits, states_l
 from actmem.training.packing import Batch
 
 
-def trace_run(config: RunConfig, model: PreTrainedModel | None = None) -> Graph:
+def trace_run(config: RunConfig, model: PreTrainedModel | None = None, *, mesh: Mesh | None = None) -> Graph:
     """What the layers that a run trains do in the forward pass of one micro-batch, those of all stages of a pipeline.
 
     No weight is made or read: `model` is on the meta device, as `build_shapes` gives it, which is what is taken without
-    one. Raises `ModelError`, `ApplyError` and `LayoutError`.
+    one. `mesh` is that of the run, where this process is in it already. Raises `ModelError`, `ApplyError` and
+    `LayoutError`.
     """
-    with laid_out_model(config, model or shapes_of(config), None) as laid_out:
+    with laid_out_model(config, model or shapes_of(config), mesh) as laid_out:
         return trace_layers(laid_out, _batch(config), loss=loss_of(config.model.loss))
 
 
@@ -131,10 +132,10 @@ def shapes_of(config: RunConfig) -> PreTrainedModel:
 
 
 def expected_vocab_size(config: RunConfig) -> int | None:
-    """The vocabulary that takes the place of the model's own: a preset's gives way to that of the tokenizer that
-    training makes. ``None`` where the model keeps its own."""
+    """The vocabulary that takes the place of the model's own: one that nobody wrote down gives way to that of the
+    tokenizer that training makes. ``None`` where the model keeps its own."""
     model, data = config.model, config.data
-    keeps_own = model.name is None or data.tokenizer is not None or "vocab_size" in (model.config or {})
+    keeps_own = model.path is not None or data.tokenizer is not None or "vocab_size" in (model.config or {})
     return None if keeps_own else data.vocab_size
 
 

@@ -180,7 +180,7 @@ class _Trainer:
     def _refuse_too_small_tiers(self) -> None:
         """Say before the first step where swapped values would not fit. What a pipeline has under way is not known."""
         if self.plan not in YARDSTICKS and self.config.parallel.pp_size == 1:
-            refuse_too_small_tiers(self.config, rule_source(self.plan), self.device)
+            refuse_too_small_tiers(self.config, rule_source(self.plan), self.device, self.world.mesh)
 
     def run(self, stop: StopRequest) -> None:
         """Steps, with evaluations and checkpoints between them, until all are done or `stop` is wanted anywhere."""

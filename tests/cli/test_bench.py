@@ -94,7 +94,7 @@ def test_wrong_numbers_exit_with_1(config: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({"name": "qwen3-tiny"}, 300),
         ({"name": "qwen3-tiny", "config": {"vocab_size": 77}}, None),
-        ({"config": {"model_type": "qwen3"}}, None),
+        ({"config": {"model_type": "qwen3"}}, 300),
     ],
 )
 def test_the_vocabulary_is_that_of_training(fields: dict[str, object], expected: int | None) -> None:

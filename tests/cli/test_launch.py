@@ -80,11 +80,12 @@ def start(config: Path, output: Path, *overrides: str, num_processes: int = 2) -
     )
 
 
-def start_doomed(config: Path, output: Path, doom: str) -> subprocess.Popen[str]:
+def start_doomed(config: Path, output: Path, doom: str, *overrides: str) -> subprocess.Popen[str]:
     """A run in which one rank kills itself, as `doomed.py` has it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = [Path(__file__).with_name("doomed.py"), "train", config, f"train.output_dir={output}", *overrides]
     return subprocess.Popen(
-        [*command, str(Path(__file__).with_name("doomed.py")), "train", str(config), f"train.output_dir={output}"],
+        [*command, *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "DOOM": doom},
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
@@ -211,14 +212,26 @@ def test_a_signal_to_all_saves_and_stops(config: Path, undisturbed: Callable[[st
     assert losses(output) == undisturbed("stages")
 
 
+SWAP = ("policy=null", "activation_swap=attention", "memory.min_swap_bytes=0")
+
+
 @pytest.mark.parametrize(
-    ("name", "num_processes"), [("fsdp2_tp2", 4), ("moe_ep2", 2), ("pp2_1f1b_swap", 2), ("pp2_interleaved", 2)]
+    ("name", "num_processes", "others"),
+    [
+        ("fsdp2_tp2", 4, ()),
+        ("moe_ep2", 2, ()),
+        ("moe_ep2", 2, SWAP),
+        ("pp2_1f1b_swap", 2, ()),
+        ("pp2_interleaved", 2, ()),
+    ],
 )
-def test_the_layouts_that_come_with_it_run(config: Path, name: str, num_processes: int, tmp_path: Path) -> None:
+def test_the_layouts_that_come_with_it_run(
+    config: Path, name: str, num_processes: int, others: tuple[str, ...], tmp_path: Path
+) -> None:
     file = REPOSITORY / "configs" / f"{name}.yaml"
     few = ("train.steps=2", "train.checkpoint_every=0", "data.sequence_length=64", "train.warmup_steps=1")
     cache = f"data.cache_dir={config.parent / 'cache'}"
-    run = start(file, tmp_path / "out", *few, cache, "data.vocab_size=512", num_processes=num_processes)
+    run = start(file, tmp_path / "out", *few, cache, "data.vocab_size=512", *others, num_processes=num_processes)
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 0, said
     assert set(losses(tmp_path / "out")) == {1, 2}
@@ -239,6 +252,13 @@ def test_what_all_ranks_would_say_is_said_once(config: Path, tmp_path: Path) -> 
     assert run.returncode == 2, said
     assert said.count("'nothing-here.txt' matches no file") == 1
     assert "exitcode" not in said and "Traceback" not in said
+
+
+def test_under_torchrun_the_first_rank_speaks_for_all(config: Path, tmp_path: Path) -> None:
+    run = start_doomed(config, tmp_path / "out", "0 forward 999 0", "data.path=[nothing-here.txt]")
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert said.count("'nothing-here.txt' matches no file") == 1
 
 
 def test_another_number_of_processes_is_told_before_any_is_started(config: Path, tmp_path: Path) -> None:

@@ -121,6 +121,12 @@ def sparse(block: Any, hidden: Tensor) -> Tensor:
     return torch.sparse.mm((block.linear(hidden) * 2).to_sparse(), block.linear.weight.t()).sin()
 
 
+def product_with_sparse(block: Any, hidden: Tensor) -> Tensor:
+    where = torch.tensor([0, 1, 2, 3, 4]), torch.tensor([1, 0, 3, 2])
+    rows = torch.sparse_csr_tensor(*where, torch.ones(4), (4, 4), check_invariants=False)
+    return (rows @ block.linear(hidden).relu()).sin()
+
+
 def jagged(block: Any, hidden: Tensor) -> Tensor:
     ragged = torch.nested.nested_tensor_from_jagged(block.linear(hidden) * 2, torch.tensor([0, 1, 4]))
     return (ragged * ragged.sin()).values().tanh()
@@ -152,6 +158,10 @@ def its_input(block: Any, hidden: Tensor) -> Tensor:
 
 def view_of_its_input(block: Any, hidden: Tensor) -> Tensor:
     return hidden.view(2, 16).view(4, 8)
+
+
+def recurrent_in_one_kernel(block: Any, hidden: Tensor) -> Tensor:
+    return torch.tanh(block.cell(block.linear(hidden).view(4, 1, 8))[0].view(4, 8))
 
 
 def recurrent(block: Any, hidden: Tensor) -> Tensor:
@@ -188,12 +198,13 @@ PARTS: dict[Forward, dict[str, Any]] = {
     channels_last: {"kernel": features(2, 2, 3, 3)},
     convolution: {"kernel": features(4, 2, 1)},
     recurrent: {"cell": nn.GRU(8, 8)},
+    recurrent_in_one_kernel: {"cell": nn.LSTM(8, 8)},
 }
 CASES = [
     transposed, heads, expanded, chunks, splits, unbound, slices, diagonals, strided, channels_last, empty, scalars,
-    complex_rotation, conjugates, spectra, double_precision, sparse, jagged, inference_constant, data_alias,
-    several_reads_of_one_view, returned_and_saved, recurrent, convolution, attention_of_three_dimensions,
-    matrix_products, sorting, decomposition,
+    complex_rotation, conjugates, spectra, double_precision, sparse, product_with_sparse, jagged, inference_constant,
+    data_alias, several_reads_of_one_view, returned_and_saved, recurrent, recurrent_in_one_kernel, convolution,
+    attention_of_three_dimensions, matrix_products, sorting, decomposition,
 ]  # fmt: skip
 
 

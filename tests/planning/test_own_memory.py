@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import actmem
 from actmem.config.schema import ModelConfig
+from actmem.errors import ApplyError, PlanError
 from actmem.graph import Graph
 from actmem.hardware import load_hardware
 from actmem.memory import measure_peak
@@ -167,3 +168,76 @@ def test_what_was_seen_is_in_the_file_of_a_graph() -> None:
     model = Stack(Attending)
     graph = actmem.trace(model, {"hidden": torch.ones(4, 256, 64)}, regions=list(model.blocks))
     assert Graph.from_dict(graph.to_dict()) == graph
+
+
+class Wide(nn.Module):
+    """Mostly weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(functional.gelu(self.up(hidden)))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_autocast_keeps_of_weights_stands_whatever_the_plan(keeps: bool) -> None:
+    model, batch = Stack(Wide), {"hidden": torch.ones(2, 32, 64)}
+    regions = list(model.blocks)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps):
+            loss = default_loss(model, batch)
+        loss.backward()
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=keeps):
+        graph = actmem.trace(model, batch, regions=regions)
+    hardware = load_hardware("cpu").model_copy(update={"num_threads": 1})
+    planner = planner_for(graph, conditions_on(hardware, tiers=()))
+    for plan in (planner.within(0.7).plan, "full"):
+        with actmem.apply(model, plan, regions=regions):
+            for _ in range(2):
+                step()
+            measured = measure_peak(step, CPU).peak_bytes
+        assert abs(planner.simulate(plan).peak_bytes - planner.standing_bytes - measured) <= 1024
+
+
+@torch.library.custom_op("actmem_tests::by_largest", mutates_args=())
+def by_largest(values: Tensor) -> Tensor:
+    return values * (1 / values.abs().max().item())
+
+
+by_largest.register_autograd(lambda ctx, grad: grad)
+
+
+class Scaling(Wide):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + by_largest(super().forward(hidden))
+
+
+def test_ops_of_others_are_not_run_on_zeros() -> None:
+    model = Stack(Scaling)
+    graph = actmem.trace(model, {"hidden": torch.ones(2, 8, 64)}, regions=list(model.blocks))
+    assert scratch(graph)["by_largest(2x8x64 float32)"] is None
+
+
+def test_a_profile_that_is_being_taken_goes_on() -> None:
+    model, batch = Stack(Wide), {"hidden": torch.ones(2, 8, 64)}
+    with torch.profiler.profile() as profiled:
+        model(**batch)
+        graph = actmem.trace(model, batch, regions=list(model.blocks))
+    assert profiled.key_averages()
+    assert not any(scratch(graph).values())
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "no device", 3.5])
+def test_a_device_that_is_not_there_is_refused(device: object) -> None:
+    model = Stack(Wide)
+    with pytest.raises(ApplyError, match=r"is no device that is here; allowed: .*cpu"):
+        actmem.trace(model, {"hidden": torch.ones(2, 8, 64)}, regions=list(model.blocks), kernels_on=device)
+
+
+def test_only_a_graph_is_planned() -> None:
+    with pytest.raises(PlanError, match=r"graph is a Stack; allowed: what actmem.trace"):
+        actmem.plan(Stack(Wide), 0.5, "cpu")

@@ -248,3 +248,39 @@ def _counted(tensor: Tensor, count: list[int]) -> Tensor:
 def test_a_batch_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(ApplyError, match="batch is a Tensor; allowed: a mapping"):
         trace(build_shapes(CONFIGS["dense"]), torch.zeros(2, 8, dtype=torch.int64))  # type: ignore[arg-type]
+
+
+class Mixing(nn.Module):
+    """A layer around a module that other layers have as well, with a product with a sparse matrix."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(16, 16)
+        self.register_buffer("mixing", torch.eye(8).to_sparse(), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.sparse.mm(self.mixing, self.own(self.shared(hidden).relu()))
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(16, 16)
+        self.embedding = nn.Embedding(10, 16, sparse=True)
+        self.blocks = nn.ModuleList(Mixing(shared) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden: Tensor = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def test_a_module_that_layers_share_keeps_its_parameters() -> None:
+    model, ids = Mixed(), torch.arange(8)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    for _ in range(2):
+        trace(model, {"ids": ids}, regions=list(model.blocks))
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] and before[name].grad is None for name in before)

@@ -40,7 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "copies": {"parallel": {"dp_replicate_size": 2}, **HALVES},
     "shards": {"parallel": {"dp_shard_size": 2}, **HALVES},
     "tensors": {"parallel": {"tp_size": 2}},
-    "sequence": {"parallel": {"tp_size": 2, "sequence_parallel": True, "loss_parallel": True}},
+    "sequence": {
+        "parallel": {"tp_size": 2, "sequence_parallel": True, "loss_parallel": True},
+        "policy": "attention-swap",
+    },
     "gathered again": {
         "parallel": {"tp_size": 2, "sequence_parallel": True},
         "policy": None,
@@ -162,6 +165,9 @@ def test_metrics_tell_of_all_ranks(runs: Path) -> None:
     assert last.peak_bytes == max(last.rank_peak_bytes)
     assert last.num_tokens == 4 * 32
     assert last.rank_swap is None
+    sequence = [each for each in read_metrics(runs / "sequence" / "metrics.jsonl") if isinstance(each, StepRecord)]
+    assert sequence[-1].rank_swap is not None
+    assert all(each["num_out"] + each["num_withdrawn"] > 0 for each in sequence[-1].rank_swap)
     steps = [each for each in read_metrics(runs / "stages" / "metrics.jsonl") if isinstance(each, StepRecord)]
     assert steps[0].rank_swap is not None and steps[-1].rank_swap is not None
     left, withdrawn = ([each[name] for each in steps[0].rank_swap] for name in ("num_out", "num_withdrawn"))
