@@ -11,7 +11,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import get_args_parser, run
 
-from actmem.cli.lifeline import be_launcher
 from actmem.cli.screen import Screen
 from actmem.cli.told_once import told_once
 
@@ -26,7 +25,6 @@ def launch(num_processes: int, arguments: Sequence[str]) -> int:
     """
     given = ["--standalone", f"--nproc-per-node={num_processes}", "-m", "actmem", *_without_nproc(arguments)]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    be_launcher()
     for name in _TORCHS_OWN:  # how processes end is said below
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
