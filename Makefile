@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed-by-$(subst /,_,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench docs
+.PHONY: help demo test ranks check fix bench docs
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -14,8 +14,13 @@ help:  ## show this list
 demo: $(STAMP)  ## train a small model under several policies, side by side
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)  ## run all tests, on two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+TESTS  := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: $(STAMP)  ## run the tests, but for those of many ranks
+	$(BIN)/python $(TESTS) -m "not ranks"
+
+ranks: $(STAMP)  ## run the tests that start groups of processes
+	$(BIN)/python $(TESTS) -m ranks
 
 check: $(STAMP)  ## lint, formatting and types
 	$(BIN)/ruff check

@@ -20,7 +20,7 @@ from process_groups import free_ports
 from actmem.training.metrics import StepRecord, read_metrics
 from actmem.training.run_directory import RunDirectory
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = REPOSITORY / "actmem" / "runtime"

@@ -246,7 +246,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return read
 
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize(

@@ -370,7 +370,6 @@ def test_compiled_models_are_refused(qwen3: nn.Module) -> None:
         apply(qwen3, "full")
 
 
-@pytest.mark.slow
 def test_compiling_a_planned_model_is_refused() -> None:
     block = FunctionBlock(lambda block, hidden: block.linear(hidden).tanh())
     with apply(block, "full", regions=[""]):

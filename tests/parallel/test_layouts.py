@@ -16,7 +16,7 @@ from torch import Tensor
 
 NAMES = [(num_ranks, name) for num_ranks, cases in CASES.items() for name in cases]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

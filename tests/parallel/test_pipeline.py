@@ -29,7 +29,7 @@ from actmem.runtime.pipeline import PipelineSwaps
 from actmem.runtime.swap.counters import SwapCounters
 from actmem.training.loss import plain
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 SCHEDULES: tuple[ScheduleName, ...] = (
     "GPipe",

@@ -34,7 +34,7 @@ from actmem.training.loss import next_token_loss, plain, states_loss
 from actmem.training.packing import Batch
 from actmem.training.traced import trace_pipeline, trace_step
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 NUM_MICROBATCHES, LENGTH, HIDDEN, NUM_LAYERS = 6, 64, 64, 8
 FIELDS = {

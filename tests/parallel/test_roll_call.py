@@ -18,7 +18,7 @@ from torch import distributed
 from actmem.errors import ConfigError, Fault, RankError
 from actmem.parallel.roll_call import called
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 
 def dawdle(directory: Path) -> None:

@@ -21,7 +21,7 @@ from actmem.config.schema import RunConfig
 from actmem.training.metrics import StepRecord, read_metrics
 from actmem.training.trainer import train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 TEXT = Path(__file__).parents[2] / "actmem" / "runtime"
 FIELDS = {
