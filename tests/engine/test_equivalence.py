@@ -66,7 +66,7 @@ def test_invariant_01_same_numbers_under_every_policy(
                 assert_same_steps(language_steps(planned, batches, autocast), unplanned, policy)
             assert (applied.stats.dropped_bytes > 0) == (policy in RECOMPUTING), policy
             assert (applied.stats.num_replayed_ops > 0) == (policy in RECOMPUTING), policy
-            assert (applied.stats.swap.num_out > 0) == (policy == "layer-swap"), policy
+            assert (applied.stats.swap.num_begun > 0) == (policy == "layer-swap"), policy
 
 
 @pytest.mark.parametrize("policy", RECOMPUTING)

@@ -331,17 +331,15 @@ def test_the_order_that_is_planned_for_is_the_one_that_runs(ranks: Outcomes, sch
 def test_what_leaves_in_a_step_comes_back_in_it(ranks: Outcomes, schedule: str) -> None:
     for rank in ranks:
         swaps = rank[schedule, "dense", "swap"].swaps
-        assert swaps[0].num_out + swaps[0].num_withdrawn > 0
+        assert swaps[0].num_begun > 0
         assert swaps[-1].num_refused == swaps[-1].num_failed == 0
 
 
 def test_what_is_needed_at_once_does_not_leave(ranks: Outcomes) -> None:
     """Under 1F1B the last stage goes back as soon as it has gone forward; that is known after the first step."""
     first, last = (rank["1F1B", "dense", "swap"].swaps for rank in ranks)
-    assert last[1].num_out == last[0].num_out
-    assert last[1].num_withdrawn == last[0].num_withdrawn
-    assert last[0].num_out + last[0].num_withdrawn > 0
-    assert first[2].num_out > first[1].num_out > first[0].num_out
+    assert last[1].num_begun == last[0].num_begun > 0
+    assert first[2].num_begun > first[1].num_begun > first[0].num_begun
 
 
 def test_nothing_is_left_of_a_step_that_fails(tmp_path: Path) -> None:

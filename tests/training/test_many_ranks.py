@@ -170,7 +170,6 @@ def test_metrics_tell_of_all_ranks(runs: Path) -> None:
     assert all(each["num_out"] + each["num_withdrawn"] > 0 for each in sequence[-1].rank_swap)
     steps = [each for each in read_metrics(runs / "stages" / "metrics.jsonl") if isinstance(each, StepRecord)]
     assert steps[0].rank_swap is not None and steps[-1].rank_swap is not None
-    left, withdrawn = ([each[name] for each in steps[0].rank_swap] for name in ("num_out", "num_withdrawn"))
-    assert left[0] + withdrawn[0] == left[1] + withdrawn[1] > 0, "both stages begin as many copies"
-    first, second = (each["num_out"] for each in steps[-1].rank_swap)
-    assert first > second == 0, "under 1F1B the second stage has nothing to swap once that is known"
+    begun = [[each["num_out"] + each["num_withdrawn"] for each in step.rank_swap] for step in (steps[0], steps[-1])]
+    assert begun[0][0] == begun[0][1] > 0, "both stages begin as many copies"
+    assert begun[1][0] > begun[1][1] == 0, "under 1F1B the second stage has nothing to swap once that is known"

@@ -42,6 +42,11 @@ class SwapCounters:
     disk_high_water_bytes: int = 0
 
     @property
+    def num_begun(self) -> int:
+        """How many copies out were asked for and had room, whether they were done in time or taken back."""
+        return self.num_out + self.num_withdrawn + self.num_failed
+
+    @property
     def hidden_share(self) -> float | None:
         """How much of the copies' time the step did not wait for; ``None`` where nothing was copied."""
         copying = self.copy_out_seconds + self.copy_in_seconds
