@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmem.cli.check import step_setting
-from actmem.cli.planned import load_run, refuse_layout
+from actmem.cli.planned import HardwareOption, load_run, profile_of, refuse_layout
 from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
 from actmem.config.schema import ParallelConfig, RunConfig
-from actmem.hardware import Hardware, load_hardware
+from actmem.hardware import Hardware
 from actmem.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ _SHORT, _LONG = 64, 512
 
 def fit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
-    hardware: Annotated[
-        str, typer.Option("--hardware", metavar="NAME|FILE", help="A device, or a file that calibrate wrote.")
-    ],
+    hardware: HardwareOption = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings in place of the file's.")
     ] = None,
@@ -49,7 +47,7 @@ def fit(
     run = load_run(config, overrides or ())
     refuse_layout(run, "fit", "tp_size", "ep_size", "pp_size")
     layout = Layout(optimizer, train, rank, shard)  # type: ignore[arg-type]  # it refuses what is not one of them
-    found = _search(run, load_hardware(hardware), layout, swap)
+    found = _search(run, profile_of(run, hardware), layout, swap)
     if as_json:
         print_json(found.to_dict())
     else:

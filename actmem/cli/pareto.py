@@ -9,11 +9,11 @@ import typer
 
 from actmem.cli.check import step_setting
 from actmem.cli.output import make_directory, told_if_unwritable
-from actmem.cli.planned import load_run, refuse_layout
+from actmem.cli.planned import HardwareOption, load_run, profile_of, refuse_layout
 from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
 from actmem.config.schema import RunConfig
-from actmem.hardware import Hardware, load_hardware
+from actmem.hardware import Hardware
 
 if TYPE_CHECKING:
     from actmem.planning.frontier import Frontier
@@ -23,10 +23,8 @@ _FILES = ("frontier.csv", "frontier.json", "frontier.svg", "frontier.png", "fron
 
 def pareto(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")],
-    hardware: Annotated[
-        str, typer.Option("--hardware", metavar="NAME|FILE", help="A device, or a file that calibrate wrote.")
-    ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Where the files go.")],
+    hardware: HardwareOption = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings in place of the file's.")
     ] = None,
@@ -42,7 +40,7 @@ def pareto(
     """
     run = load_run(config, overrides or ())
     refuse_layout(run, "pareto", "pp_size")
-    device = load_hardware(hardware)
+    device = profile_of(run, hardware)
     make_directory(out, _FILES)
     found = _solve(run, device, points, seconds, swap)
     write_frontier(found, run, device, out)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from actmem.config.loading import load_config
 from actmem.config.platforms import refuse_other_platforms
@@ -15,8 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from actmem.graph import Graph
+    from actmem.hardware import Hardware
     from actmem.runtime.engine import RuleSource
 
+HardwareOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware", metavar="NAME|FILE", help="A device, or a file that calibrate wrote; else what CONFIG names."
+    ),
+]
 YARDSTICKS = ("torch-full", "torch-sac")
 
 
@@ -44,6 +53,14 @@ def refuse_layout(run: RunConfig, command: str, *sizes: str) -> None:
     ]
     if faults:
         raise ConfigError(faults)
+
+
+def profile_of(run: RunConfig, named: str | None) -> Hardware:
+    """The device that a command looks at: the one `named` to it, or else the run's own. Raises `HardwareError`."""
+    from actmem.hardware import load_hardware
+    from actmem.training.budget import hardware_of
+
+    return hardware_of(run) if named is None else load_hardware(named)
 
 
 def traced_rules(run: RunConfig, model: PreTrainedModel, *, whole: bool = False) -> tuple[RuleSource, Graph]:

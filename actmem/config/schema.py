@@ -8,6 +8,7 @@ is the work of `actmem.config.loading`; the rules that tie several fields togeth
 from __future__ import annotations
 
 import re
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -66,11 +67,12 @@ Bytes = Annotated[int, Field(ge=0, lt=MAX_BYTES, json_schema_extra={"format": "b
 
 
 def read_budget(value: object) -> int | float | Literal["auto"]:
-    """A budget as a user wrote it: ``"40%"`` and ``0.4`` as a share, text with a unit and whole numbers as bytes.
+    """A budget as a user wrote it: ``"40%"`` and ``0.4`` as a share, text with a unit and whole numbers as bytes. Numbers
+    of NumPy are as good as Python's.
 
     Raises `ValueError` for what is neither.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, Real | str):
         raise ValueError("is neither a number of bytes nor a share")
     if isinstance(value, str):
         text = value.strip()
@@ -78,7 +80,7 @@ def read_budget(value: object) -> int | float | Literal["auto"]:
             return "auto"
         read = _read_share(text) if _SHARE.fullmatch(text) else parse_bytes(text)
     else:
-        read = value
+        read = int(value) if isinstance(value, Integral) else float(value)
     if isinstance(read, float) and not 0.0 < read <= 1.0:
         raise ValueError("is no share: one lies above 0 and at most at 1; for bytes write a unit, as in '60GiB'")
     if not 0 < read < MAX_BYTES:

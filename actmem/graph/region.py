@@ -29,7 +29,9 @@ class Storage:
 
     `kept` is the reason why it is always saved (``None``: it may be recomputed). `edited` says that its memory was
     overwritten later in the region, so that these contents can be recomputed but not held. `constant` marks an input
-    that needs no gradient (masks, rotary tables): all layers share it, so nobody gains by moving it away.
+    that needs no gradient (masks, rotary tables): all layers share it, so nobody gains by moving it away. `named_until`
+    is the op of the forward pass through which Python's names stand for it, where that was traced and is later than the
+    last op that reads it.
     """
 
     num_bytes: int
@@ -37,6 +39,7 @@ class Storage:
     kept: str | None = None
     edited: bool = False
     constant: bool = False
+    named_until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

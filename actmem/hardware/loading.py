@@ -40,7 +40,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     if path is not None and (path.suffix in _FILE_ENDINGS or _exists(path)):
         return parse_hardware(_read(path), str(path))
     named = str(name_or_path)
-    problem = f"{shown(named)} is neither a known device nor a file"
+    is_name = isinstance(name_or_path, str | Path)
+    problem = f"{shown(named)} is neither a known device nor a file" if is_name else f"is {kind_of(name_or_path)}"
     allowed = f"{', '.join(devices)}, or a YAML file that actmem calibrate wrote"
     closest = _aliases().get(nearest(named, _aliases(), closeness=_CLOSE_ENOUGH) or "")
     raise HardwareError([Fault("hardware", problem, named, allowed, closest)], "the hardware")
@@ -68,8 +69,11 @@ def device_names() -> tuple[str, ...]:
 
 
 def recognise_device(description: str) -> Hardware | None:
-    """The known device in what a driver calls it, such as ``NVIDIA H100 80GB HBM3``; ``None`` if there is none."""
+    """The known device in what a driver calls it, such as ``NVIDIA H100 80GB HBM3``; ``None`` if there is none, as for
+    the laptop's edition of a card."""
     words = re.split(r"[^a-z0-9]+", description.lower())
+    if "laptop" in words:
+        return None
     return next((_devices()[name] for alias, name in _aliases().items() if alias in words), None)
 
 

@@ -1,9 +1,9 @@
 """How one layer runs under given fates: op by op, with the time it takes and the bytes that stand meanwhile.
 
 The engine's rules, played through on the graph. In the forward pass an op's outputs stand until the last op has read
-them, and what is held until the end. In the backward pass autograd picks up what it saved; what is not there is made
-again just then, with all that leads to it; a remade value goes when all who read it have, a held one when autograd has
-let go of everything that hangs on it.
+them and the layer's code has no name for them any more, and what is held until the end. In the backward pass autograd
+picks up what it saved; what is not there is made again just then, with all that leads to it; a remade value goes when
+all who read it have, a held one when autograd has let go of everything that hangs on it.
 """
 
 from __future__ import annotations
@@ -180,11 +180,12 @@ def _forward(fates: Fates, costs: Costs, leaving: frozenset[int]) -> tuple[tuple
 
 
 def _births_and_deaths(graph: RegionGraph, stays: Iterable[int]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Storages that each op makes, and those that nobody needs after it."""
+    """Storages that each op makes, and those that nobody needs, or has a name for, after it."""
     ends: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         for value in (*op.inputs, *op.outputs):
             ends[graph.values[value].storage] = index
+    ends |= {index: each.named_until for index, each in enumerate(graph.storages) if each.named_until is not None}
     staying = set(stays)
     made: dict[int, list[int]] = defaultdict(list)
     going: dict[int, list[int]] = defaultdict(list)

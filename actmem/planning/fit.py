@@ -34,10 +34,12 @@ _DIMENSIONS: tuple[Dimension, Dimension] = ("micro-batch", "sequence")
 
 @dataclass(frozen=True)
 class Need:
-    """What a step takes at its peak: `bytes_by_use` make it up; it is reached at `where`."""
+    """What a step takes at its peak: `bytes_by_use` make it up; it is reached at `where`. `swapped_bytes` leave the
+    device in a step, so that there has to be as much room elsewhere."""
 
     plan: str
     peak_bytes: int
+    swapped_bytes: int
     seconds: float
     where: str
     bytes_by_use: Mapping[str, int]
@@ -46,7 +48,8 @@ class Need:
     def of(cls, plan: str, simulation: Simulation) -> Need:
         """The need of a simulated step."""
         peak = simulation.peak
-        return cls(plan, peak.num_bytes, simulation.seconds, peak.where, dict(peak.bytes_by_use))
+        swapped, uses = simulation.swapped_bytes, dict(peak.bytes_by_use)
+        return cls(plan, peak.num_bytes, swapped, simulation.seconds, peak.where, uses)
 
 
 @dataclass(frozen=True)

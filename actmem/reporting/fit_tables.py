@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from actmem.planning.fit import Fit, Need, Reach
+from actmem.planning.fit import Fit, Reach
 from actmem.reporting.tables import NOTHING, plain_table
 from actmem.units import format_bytes
 
@@ -18,9 +18,11 @@ def need_table(fit: Fit) -> Table:
         needs = {"no plan": fit.unplanned, fit.planned.plan: fit.planned, "least peak": fit.least}
     table = plain_table("at the peak", tuple(needs), ())
     for use in dict.fromkeys(use for need in needs.values() for use in need.bytes_by_use):
-        table.add_row(use, *(_bytes(need, use) for need in needs.values()))
+        table.add_row(use, *(_bytes(need.bytes_by_use.get(use, 0)) for need in needs.values()))
     table.add_section()
     table.add_row("all", *(format_bytes(need.peak_bytes) for need in needs.values()), style="bold")
+    if any(need.swapped_bytes for need in needs.values()):
+        table.add_row("swapped, elsewhere", *(_bytes(need.swapped_bytes) for need in needs.values()))
     table.add_row("step, ms", *(f"{need.seconds * 1e3:,.1f}" for need in needs.values()))
     return table
 
@@ -35,8 +37,7 @@ def reach_table(fit: Fit) -> Table:
     return table
 
 
-def _bytes(need: Need, use: str) -> str:
-    size = need.bytes_by_use.get(use, 0)
+def _bytes(size: int) -> str:
     return format_bytes(size) if size else NOTHING
 
 

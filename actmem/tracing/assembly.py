@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from actmem.graph import Call, Constant, Escape, Gap, Graph, Op, RegionGraph, Standing, Step, StepOp, Value
+from actmem.graph import Call, Constant, Escape, Gap, Graph, Op, RegionGraph, Standing, Step, StepOp, Storage, Value
 from actmem.tracing.recorder import OWNED, Place, Seen, StepRecorder
 from actmem.tracing.structure import class_of, numbered
 
@@ -71,15 +72,32 @@ class _Assembly:
         names = list(layers)
         for kind, indices in members.items():
             ops = self._with_scratch(kinds[kind])
+            storages = self._with_names(indices[0])
             for number, (backward, alike) in enumerate(self._split(indices)):
                 name = numbered(class_of(kind), map(class_of, kinds)) if number else kind
-                kinds[name] = replace(self._graph.kinds[kind], ops=ops, backward=backward)
+                kinds[name] = replace(self._graph.kinds[kind], ops=ops, storages=storages, backward=backward)
                 layers.update((names[index], name) for index in alike)
         return layers, kinds
 
     def _with_scratch(self, graph: RegionGraph) -> tuple[Op, ...]:
         seen = [self._scratch.get(graph.signature(index)) for index in range(len(graph.ops))]
         return tuple(replace(op, scratch_bytes=each) for op, each in zip(graph.ops, seen, strict=True))
+
+    def _with_names(self, layer: int) -> tuple[Storage, ...]:
+        """A layer's storages, with how long its code has names for those that nothing else keeps."""
+        graph, memories = self._layers[layer], self._recorder.memories
+        read = {graph.values[value].storage: index for index, op in enumerate(graph.ops) for value in op.inputs}
+        matched = list(_matched(graph, self._ops(layer, True, False)))
+        storages = list(graph.storages)
+        for number, storage in {number: each for each, number in self._numbers[layer].items()}.items():
+            gone = memories[number].gone
+            if storage not in graph.creators or gone is None or gone[0].backward:
+                continue
+            before = gone[1] if gone[0].key == (layer, True, False) else math.inf
+            until = max(index for index, position in matched if position < before)
+            if until > read.get(storage, graph.creators[storage]):
+                storages[storage] = replace(storages[storage], named_until=until)
+        return tuple(storages)
 
     def _split(self, indices: Sequence[int]) -> list[tuple[tuple[StepOp, ...], list[int]]]:
         """Backward passes of layers of one kind, that of most first, and the layers that each stands for."""
@@ -318,18 +336,26 @@ def _gap_of(moment: _Moment) -> tuple[int, bool, int]:
 
 
 def _numbers(graph: RegionGraph, seen: Sequence[Seen]) -> Iterator[tuple[int, int]]:
-    """Pairs of a storage of `graph` and the number that the recorder has for it.
+    """Pairs of a storage of `graph` and the number that the recorder has for it."""
+    for index, position in _matched(graph, seen):
+        op, same = graph.ops[index], seen[position]
+        for value, number in (
+            *zip(op.inputs, same.inputs, strict=False),
+            *zip(op.outputs, same.outputs, strict=False),
+        ):
+            storage = graph.values[value].storage
+            if number != OWNED and graph.storages[storage].kind != "parameter":
+                yield storage, number
+
+
+def _matched(graph: RegionGraph, seen: Sequence[Seen]) -> Iterator[tuple[int, int]]:
+    """Indices of an op of `graph`, and of the same one in `seen`.
 
     Both lists of ops are of the same forward pass. The graph has more detaches, and a replayable Function as one op.
     """
     position = 0
-    for op in graph.ops:
+    for index, op in enumerate(graph.ops):
         ahead = next((i for i in range(position, len(seen)) if seen[i].name == op.name), None)
-        if ahead is None or op.name == "detach":
-            continue
-        position = ahead + 1
-        pairs = (*zip(op.inputs, seen[ahead].inputs, strict=False), *zip(op.outputs, seen[ahead].outputs, strict=False))
-        for value, number in pairs:
-            storage = graph.values[value].storage
-            if number != OWNED and graph.storages[storage].kind != "parameter":
-                yield storage, number
+        if ahead is not None and op.name != "detach":
+            position = ahead + 1
+            yield index, ahead

@@ -1,21 +1,22 @@
 """Watches a training step go by: every op, which memory comes and goes with it, and what autograd picks up when.
 
-On fake tensors autograd need not hold what it saves inside a layer: what it picks up later may be any tensor of that
-shape. So the recorder lets those tensors go, and what still stands is what Python, or an op outside the layers, holds
-on to. On real tensors it has to hold them.
+Autograd does not hold what it saves inside a layer: what it picks up later is a copy or, on fake tensors, any tensor of
+that shape. So the recorder lets those tensors go, and what still stands is what Python, or an op outside the layers,
+holds on to.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from actmem._compat import (
@@ -88,10 +89,11 @@ class Memory:
 
 class StepRecorder(DispatchMode):
     """Records one step of a model whose layers are `layers`, in order. `owned` are the tensors that stood before it;
-    `holds` says whether saved tensors are real and must be held. `kernels` hears of each call."""
+    `copies` says whether tensors are real, so that of what autograd saves a copy is kept. `kernels` hears of each
+    call."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], owned: Iterable[Tensor], *, holds: bool, kernels: Kernels | None = None
+        self, layers: Sequence[nn.Module], owned: Iterable[Tensor], *, copies: bool, kernels: Kernels | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memories: list[Memory] = []
@@ -100,7 +102,9 @@ class StepRecorder(DispatchMode):
         self.num_calls = [0] * len(layers)
         self._layers = layers
         self._owned = {storage_id(tensor) for tensor in owned}
-        self._holds = holds
+        self._copies: WeakValueDictionary[tuple[int, int], UntypedStorage] | None = None
+        if copies:
+            self._copies = WeakValueDictionary()
         self._kernels = kernels
         self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._is_watching = True
@@ -222,12 +226,33 @@ class StepRecorder(DispatchMode):
             return _Saved(self, place, None, tensor, number=self._number_of(tensor))
         position = self.num_packed[place.layer]
         self.num_packed[place.layer] += 1
-        return _Saved(self, place, position, tensor if self._must_hold(tensor, place) else None, tensor)
+        if self._must_hold(tensor, place):
+            return _Saved(self, place, position, tensor)
+        return _Saved(self, place, position, None, self._stand_in(tensor))
 
     def _must_hold(self, tensor: Tensor, place: Place) -> bool:
         """Whether autograd must hold it whatever the plan: it is not the layer's own, and needs no gradient."""
         number = self._number_of(tensor)
-        return self._holds or number == OWNED or not (self.memories[number].made[0] is place or tensor.requires_grad)
+        if number == OWNED or (self._copies is not None and not _is_plain(tensor)):
+            return True
+        return self.memories[number].made[0] is not place and not tensor.requires_grad
+
+    def _stand_in(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What makes a tensor that stands in for this one in the backward pass."""
+        if self._copies is None:
+            return partial(likeness(tensor), None)
+        key = self._number_of(tensor), tensor._version
+        storage = self._copies.get(key)
+        if storage is None:
+            with self._not_watching():
+                storage = self._copies[key] = tensor.untyped_storage().clone()
+        return partial(_view_of, storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    @contextmanager
+    def _not_watching(self) -> Iterator[None]:
+        self._is_watching = False
+        yield
+        self._is_watching = True
 
     def _unpack(self, saved: _Saved) -> Tensor:
         place = saved.place
@@ -236,10 +261,9 @@ class StepRecorder(DispatchMode):
             self._moment().unpacks.append(saved.position)
         if saved.tensor is not None:
             return saved.tensor
-        assert saved.like is not None
-        self._is_watching = False
-        made = saved.like(None)
-        self._is_watching = True
+        assert saved.stand_in is not None
+        with self._not_watching():
+            made = saved.stand_in()
         self._follow(made, OWNED)
         return made
 
@@ -270,9 +294,9 @@ class StepRecorder(DispatchMode):
 
 
 class _Saved:
-    """What autograd holds in place of a tensor: the tensor, or what one like it looks like."""
+    """What autograd holds in place of a tensor: the tensor, or what makes one to stand in for it."""
 
-    __slots__ = ("_recorder", "like", "number", "place", "position", "tensor")
+    __slots__ = ("_recorder", "number", "place", "position", "stand_in", "tensor")
 
     def __init__(
         self,
@@ -280,7 +304,7 @@ class _Saved:
         place: Place,
         position: int | None,
         tensor: Tensor | None,
-        like: Tensor | None = None,
+        stand_in: Callable[[], Tensor] | None = None,
         number: int = OWNED,
     ) -> None:
         self.number = number
@@ -288,7 +312,7 @@ class _Saved:
         self.place = place
         self.position = position
         self.tensor = tensor
-        self.like = None if like is None else likeness(like)
+        self.stand_in = stand_in
 
     def __del__(self) -> None:
         if self.position is None:
@@ -305,6 +329,16 @@ class _Runner:
     def __call__(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._recorder.in_layer(self._layer):
             return forward(*args, **kwargs)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether nothing but its storage and where its numbers lie in it makes up a tensor."""
+    odd = tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
+    return type(tensor) in (Tensor, nn.Parameter) and not odd
+
+
+def _view_of(storage: UntypedStorage, dtype: torch.dtype, offset: int, *where: Sequence[int]) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, *where)
 
 
 def _dtype(tensor: Tensor) -> str:

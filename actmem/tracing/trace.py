@@ -122,7 +122,7 @@ def _trace_step(
         layers = [model.get_submodule(name) for name in names]
         given = [each for each in arguments.values() if isinstance(each, Tensor)]
         recorder = StepRecorder(
-            layers, (*leaves, *buffers, *given), holds=not _is_without_numbers(model), kernels=kernels
+            layers, (*leaves, *buffers, *given), copies=not _is_without_numbers(model), kernels=kernels
         )
         num_ranks = map(sharding.num_ranks, model.parameters())
         with recorder.recording(

@@ -45,6 +45,15 @@ def test_it_does_not_fit_and_what_would(config: Path) -> None:
     assert "--train lora" in data["remedies"]
 
 
+def test_what_leaves_the_device_is_told(config: Path) -> None:
+    sizes = ("model.config={num_hidden_layers: 4}", "model.loss=chunked", "data.sequence_length=1024")
+    save_hardware(load_hardware("h100").model_copy(update={"memory_bytes": 300 * 2**20}), "card.yaml")
+    code, output = run(config, *sizes, "--hardware", "card.yaml")
+    assert code == 0 and "It fits with the plan" in output, output
+    (row,) = (line.split() for line in output.splitlines() if "swapped, elsewhere" in line)
+    assert row[2] == "-" and float(row[3]) > 1.0
+
+
 def test_a_layout_that_is_none(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

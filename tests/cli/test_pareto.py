@@ -53,6 +53,11 @@ def test_all_files_and_a_table(config: Path, tmp_path: Path) -> None:
     assert not any(outside in page for outside in ('src="', 'href="http', "@import"))
 
 
+def test_the_device_is_the_configuration_s_where_none_is_named(config: Path) -> None:
+    code, output = run(config, "hardware=h100-sxm", "-o", "out", "--json")
+    assert (code, json.loads(output)["hardware"]) == (0, "h100-sxm")
+
+
 def test_json_without_swapping(config: Path) -> None:
     code, output = run(config, "model.loss=chunked", "--hardware", "cpu", "-o", "out", "--json", "--no-swap")
     data = json.loads(output)

@@ -43,6 +43,7 @@ def test_figures_stand_as_their_source_has_them() -> None:
     [
         ("h100", "h100-sxm"), ("H100-SXM", "h100-sxm"), ("h100_sxm", "h100-sxm"), ("A100", "a100-sxm-80g"),
         ("910B2", "ascend-910b2"), ("Ascend910B3", "ascend-910b3"), ("CPU", "cpu"), ("MI300X", "mi300x"),
+        ("RTX4090", "rtx-4090"), ("3090", "rtx-3090"),
     ],
 )  # fmt: skip
 def test_names_and_aliases(called: str, name: str) -> None:
@@ -54,7 +55,7 @@ def test_names_and_aliases(called: str, name: str) -> None:
     [
         ("NVIDIA H100 80GB HBM3", "h100-sxm"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA H200", "h200-sxm"),
         ("NVIDIA A100-SXM4-80GB", "a100-sxm-80g"), ("Ascend910B2", "ascend-910b2"), ("NVIDIA RTX A1000", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA L40S", "l40s"),
     ],
 )  # fmt: skip
 def test_what_a_driver_calls_a_device(description: str, name: str | None) -> None:
@@ -163,7 +164,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_hardware(tmp_path)
 
 
-@pytest.mark.parametrize(("named", "nearest"), [("nonsense", None), ("rtx-4090", None), ("h10", "h100-sxm")])
+@pytest.mark.parametrize(("named", "nearest"), [("nonsense", None), ("tpu-v5p", None), ("h10", "h100-sxm")])
 def test_a_name_that_is_not_known_lists_all_and_only_what_is_near(named: str, nearest: str | None) -> None:
     with pytest.raises(HardwareError) as caught:
         load_hardware(named)

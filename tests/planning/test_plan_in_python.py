@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from block_models import Block, Twice, features, regions_of, squares
@@ -137,6 +139,11 @@ def test_an_enormous_budget_is_answered(budget: str | int, graph: Graph) -> None
 def test_arguments_of_plan_that_are_none_are_told(arguments: dict[str, object], graph: Graph) -> None:
     with pytest.raises(ActmemError):
         actmem.plan(graph, "99%", **{"hardware": "cpu", **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("number", "same"), [(np.int64(2**30), 2**30), (np.float32(0.9375), 0.9375)])
+def test_numbers_of_numpy_are_numbers(number: Any, same: float, graph: Graph) -> None:
+    assert actmem.plan(graph, number, "cpu").budget_bytes == actmem.plan(graph, same, "cpu").budget_bytes
 
 
 @pytest.mark.parametrize(("text", "share"), [("0.9", 0.9), (" .95", 0.95), ("1.0", 1.0), ("90 %", 0.9)])
