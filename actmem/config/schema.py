@@ -67,8 +67,8 @@ Bytes = Annotated[int, Field(ge=0, lt=MAX_BYTES, json_schema_extra={"format": "b
 
 
 def read_budget(value: object) -> int | float | Literal["auto"]:
-    """A budget as a user wrote it: ``"40%"`` and ``0.4`` as a share, text with a unit and whole numbers as bytes. Numbers
-    of NumPy are as good as Python's.
+    """A budget as a user wrote it: ``"40%"`` and ``0.4`` as a share, text with a unit and whole numbers as bytes.
+    Numbers may be NumPy's.
 
     Raises `ValueError` for what is neither.
     """
