@@ -1,15 +1,8 @@
-"""A byte budget in, the best plan out.
-
-trace -> options of each layer -> choice under the budget -> simulation. Where the simulation says more than the program
-believed, the program gets less to spend, until what is simulated fits; and more, where it leaves much unused. The fixed
-policies run along: what comes out is the fastest of all that fits.
-"""
+"""A byte budget in, the best plan out: trace -> options of each layer -> choice under the budget -> simulation."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,34 +13,19 @@ from actmem.config.shown import shown
 from actmem.errors import ConfigError, Fault, PlanError
 from actmem.graph import Graph, RegionGraph
 from actmem.hardware import Hardware, Level, load_hardware
-from actmem.planning.choice_program import Choice, Mood
-from actmem.planning.chosen_rules import rules_of_options, rules_of_policy
+from actmem.planning.chosen_rules import rules_of_policy
 from actmem.planning.conditions import conditions_on
 from actmem.planning.fates import fates_under, path_of_storage
-from actmem.planning.options import Option, OptionMaker
+from actmem.planning.options import OptionMaker
 from actmem.planning.plan import Plan, Rule, RuleSet, Tier
 from actmem.planning.policies import POLICIES, SWAPPING
-from actmem.planning.polish import FEW_LAYERS, polished
+from actmem.planning.search import Found, Search
 from actmem.planning.simulation import HELD, Conditions, LayerPlan, Moment, Simulation
 from actmem.planning.simulator import Simulator
-from actmem.planning.solver import Solver
 from actmem.planning.terrain import Terrain
 from actmem.units import format_bytes
 
 _BUDGETS = "bytes such as '60GiB', a share of the activations such as 0.4 or '40%', or auto"
-_ROUNDS = 4
-_STRIDE = 1.5
-"""What is too much or too little changes the next budget by so many times as much."""
-_LEAST_STEP = 5e-4
-"""Share of a budget that is taken off at least where a choice needs more: the program tells bytes apart less finely."""
-_LEAST_SECONDS = 10.0
-"""To find, of the plans with the least peak, a fast one."""
-_FEW = 600
-"""So many options of all layers together are tried one by one."""
-_MOST_POLISHED = 3
-"""Of the choices that fit, the fastest."""
-_UNUSED = 0.001
-"""Share of a budget that is not worth another round."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +96,6 @@ class Settings(TypedDict, total=False):
     swap_to: tuple[Tier, ...] | None
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A plan that was played through, for whatever budget it fits."""
-
-    rules: tuple[Rule, ...]
-    layers: tuple[LayerPlan, ...]
-    simulation: Simulation
-
-
 class Planner:
     """Plans for one step, or for what one rank of a pipeline does; the layers' options are worked out once, and shared
     with other planners through `made`."""
@@ -188,19 +157,20 @@ class Planner:
     @cached_property
     def least(self) -> Planned:
         """The plan with the least peak that there is; of several, the fastest."""
-        peak_bytes = self._least.simulation.peak_bytes
-        return self._planned(self._least, "least memory", peak_bytes, self._solver.bound(peak_bytes))
+        least = self._search.least
+        peak_bytes = least.simulation.peak_bytes
+        return self._planned(least, "least memory", peak_bytes, self._search.solver.bound(peak_bytes))
 
     @property
     def least_peak_bytes(self) -> int:
         """The least peak of any plan; it takes no time to make that plan a fast one, as `least` does."""
-        return self._smallest.simulation.peak_bytes
+        return self._search.smallest.simulation.peak_bytes
 
     @cached_property
     def least_bound_bytes(self) -> int:
         """What no plan can get the peak below; found much faster than `least`."""
         peaks = [each.simulation.peak_bytes for each in self._policies]
-        return min(*peaks, self._solver.least_peak_bound())
+        return min(*peaks, self._search.solver.least_peak_bound())
 
     def can_meet(self, budget_bytes: int) -> bool:
         """Whether there is a plan whose peak is within the budget; as a rule the bound, or a fixed policy, tells."""
@@ -233,23 +203,16 @@ class Planner:
         name = name or f"auto@{format_bytes(budget_bytes).replace(' ', '')}"
         if budget_bytes >= self.unplanned.peak_bytes:
             return self._unplanned(budget_bytes, name)
-        bound = self._solver.bound(budget_bytes)
-        found = [*self._policies, *(() if bound is None else self._search(budget_bytes, bound, seconds))]
-        fitting = [each for each in found if each.simulation.peak_bytes <= budget_bytes] or [self._least]
-        if fitting[0].simulation.peak_bytes > budget_bytes:
+        bound = self._search.solver.bound(budget_bytes)
+        found = self._search.fastest(budget_bytes, bound, seconds=seconds)
+        if found is None:
             self._refuse(budget_bytes)
-        best = min([*fitting, *self._polished(fitting, budget_bytes)], key=_by_seconds)
-        return self._planned(best, name, budget_bytes, bound)
+        return self._planned(found, name, budget_bytes, bound)
 
     @cached_property
-    def _solver(self) -> Solver:
-        return Solver(self.simulator, self._options, limits=self._limits)
+    def _search(self) -> Search:
+        return Search(self.simulator, self._makers(), self._policies, limits=self._limits, swaps=bool(self._tiers))
 
-    @property
-    def _options(self) -> list[list[Option]]:
-        return [maker.options for maker in self._makers]
-
-    @cached_property
     def _makers(self) -> list[OptionMaker]:
         makers = []
         for layer, graph in enumerate(self.simulator.layers):
@@ -262,88 +225,19 @@ class Planner:
         return makers
 
     @cached_property
-    def _policies(self) -> list[_Found]:
+    def _policies(self) -> list[Found]:
         """What the fixed policies come to."""
         found = []
         for policy in POLICIES:
             if self._tiers or policy not in SWAPPING:
                 layers, rules = tuple(self.layer_plans(policy)), self._policy_rules(policy)
-                found.append(_Found(rules, layers, self.simulator.run(layers)))
+                found.append(Found(rules, layers, self.simulator.run(layers)))
         return found
 
-    @cached_property
-    def _smallest(self) -> _Found:
-        """Each way to solve is asked for less than those before it found. Where options are few, copies do not even
-        out, and a choice may need less than the program believes: there it is whatever any way comes to."""
-        best, until = min(self._policies, key=_by_peak), time.monotonic() + _LEAST_SECONDS
-        for mood in self._moods:
-            below = math.inf if self._has_few_options else best.simulation.peak_bytes
-            choices = [self._solver.least_peak(mood=mood, below=below)]
-            if self._has_few_options and choices[0] is not None:
-                choices.append(self._solver.solve(choices[0].peak_bytes, until=until, mood=mood))
-            best = min([best, *self._all_played(choices)], key=_by_peak)
-        return best
-
-    @cached_property
-    def _least(self) -> _Found:
-        """What has the smallest peak, or a faster plan that has it as well."""
-        best, until = self._smallest, time.monotonic() + _LEAST_SECONDS
-        faster = [self._solver.solve(best.simulation.peak_bytes, until=until, mood="plain")]
-        if self._tiers:
-            faster.append(self._solver.least_peak(is_fast=True))
-        return min([best, *self._all_played(faster)], key=_by_peak)
-
-    @property
-    def _has_few_options(self) -> bool:
-        return sum(map(len, self._options)) <= _FEW
-
-    def _search(self, budget_bytes: int, bound: float, seconds: float) -> Iterator[_Found]:
-        """Choices that the simulation takes closer and closer to the budget, until one is good enough."""
-        until = time.monotonic() + seconds
-        for mood in self._moods:
-            aim, too_much = budget_bytes, math.inf
-            for _ in range(_ROUNDS):
-                choice = self._solver.solve(aim, target=bound, until=until, mood=mood)
-                if choice is None:
-                    break
-                found = self._played(choice.options)
-                yield found
-                excess = found.simulation.peak_bytes - budget_bytes
-                above = found.simulation.seconds - self.unplanned.seconds - bound
-                if excess <= 0 and above <= self._solver.gap_seconds:
-                    return
-                if -_UNUSED * budget_bytes < excess <= 0:
-                    break
-                if excess > 0:
-                    too_much = min(too_much, aim)
-                step = max(_STRIDE * excess, _LEAST_STEP * budget_bytes) if excess > 0 else _STRIDE * excess
-                aim = round(min(aim - step, (aim + too_much) / 2))
-
-    def _polished(self, fitting: Iterable[_Found], budget_bytes: int) -> Iterator[_Found]:
-        """The fastest choices made faster, where layers are so few that this is worth it."""
-        if len(self._makers) <= FEW_LAYERS:
-            for found in sorted(fitting, key=_by_seconds)[:_MOST_POLISHED]:
-                better = self._played(polished(self.simulator, self._makers, found.layers, budget_bytes))
-                if better.simulation.peak_bytes <= budget_bytes:
-                    yield better
-
-    @property
-    def _moods(self) -> tuple[Mood, ...]:
-        """How to solve; where copies make the program inexact, in more than one way."""
-        return ("careful", "hopeful", "plain") if self._tiers else ("plain",)
-
-    def _played(self, options: tuple[Option, ...]) -> _Found:
-        layers = tuple(option.plan for option in options)
-        rules = rules_of_options(options, self.simulator.layers)
-        return _Found(rules, layers, self.simulator.run(layers))
-
-    def _all_played(self, choices: Iterable[Choice | None]) -> Iterator[_Found]:
-        yield from (self._played(choice.options) for choice in choices if choice is not None)
-
-    def _planned(self, found: _Found, name: str, budget_bytes: int, bound: float | None) -> Planned:
+    def _planned(self, found: Found, name: str, budget_bytes: int, bound: float | None) -> Planned:
         plan = Plan(name, found.rules, self.graph.made_for, prefetch=self.simulator.conditions.prefetch)
         bound_seconds = min(self.unplanned.seconds + (bound or 0.0), found.simulation.seconds)
-        is_optimal = found.simulation.seconds <= bound_seconds + self._solver.gap_seconds
+        is_optimal = found.simulation.seconds <= bound_seconds + self._search.solver.gap_seconds
         return Planned(plan, budget_bytes, found.simulation, self.unplanned, bound_seconds, is_optimal, found.layers)
 
     def _unplanned(self, budget_bytes: int, name: str) -> Planned:
@@ -389,14 +283,6 @@ class Planner:
         step = self.graph.step
         assert step is not None
         return any(op.signature.startswith(f"_log_softmax({step.num_tokens}x") for op in step.gaps[-1].forward)
-
-
-def _by_seconds(found: _Found) -> float:
-    return found.simulation.seconds
-
-
-def _by_peak(found: _Found) -> tuple[int, float]:
-    return found.simulation.peak_bytes, found.simulation.seconds
 
 
 def _percent(share: float) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,8 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory, made if need be, for one run; the kernel lets go of it when the process ends.
+        """Hold the directory, made if need be, for one run; the kernel lets go of it when the process ends. The lock's
+        file says who holds it.
 
         Raises `CheckpointError` where it cannot be written or another run holds it.
         """
@@ -30,15 +33,18 @@ class RunDirectory:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
+                lock.seek(0)
                 raise CheckpointError(
-                    f"another run is writing to {self.root}; wait for it, or set another train.output_dir"
+                    f"another run{lock.read()} is writing to {self.root}; wait for it, or set another train.output_dir"
                 ) from error
+            lock.truncate(0)
+            print(f", process {os.getpid()} on {socket.gethostname()},", end="", file=lock, flush=True)
             yield
 
     def _open_lock(self) -> IO[str]:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            return (self.root / ".lock").open("w")
+            return (self.root / ".lock").open("a+")
         except OSError as error:
             raise CheckpointError(
                 f"train.output_dir {self.root} cannot be written: {error}; set a directory that can"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 
 @pytest.fixture
@@ -17,12 +15,3 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "run.yaml"
     path.write_text(request.module.CONFIG)
     return path
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small products on one thread: others would only wait for it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -24,9 +24,6 @@ train: {device: cpu}
 """
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def run(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(main.app, ["bench", *map(str, arguments)], catch_exceptions=False)
     return result.exit_code, result.stdout

@@ -25,7 +25,7 @@ train: {device: cpu}
 
 
 @pytest.fixture(autouse=True)
-def _briefly(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_SAMPLING_SECONDS", 0.005)
     monkeypatch.setattr(op_times, "_ENOUGH_SECONDS", 0.2)
     monkeypatch.setattr(calibration, "CPU_PRODUCTS", ((64, 64, 64), (128, 128, 128)))

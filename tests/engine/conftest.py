@@ -1,4 +1,4 @@
-"""What all tests of the engine share: one thread, a random state of their own, and nothing left applied."""
+"""What all tests of the engine share: a random state of their own, and nothing left applied."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from torch import nn
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny products only lose by threads, and most of all where tests run side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _random_state_of_its_own() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from actmem.config.schema import ModelConfig
@@ -24,15 +23,6 @@ FIELDS: dict[str, dict[str, object]] = {
     "dense": SHAPE | {"model_type": "qwen3"},
     "moe": SHAPE | {"model_type": "qwen3_moe", "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny products only lose by threads, and most of all where tests run side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

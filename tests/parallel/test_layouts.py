@@ -46,14 +46,6 @@ def results(directory: Path) -> Callable[[int, int, Any], Any]:
     return read
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def assert_close(mine: Tensor, theirs: Tensor, what: str) -> None:
     assert mine.shape == theirs.shape, what
     largest = float(theirs.abs().max())

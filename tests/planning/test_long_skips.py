@@ -4,7 +4,7 @@ with outputs that two layers save."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -21,14 +21,6 @@ from actmem.planning.conditions import conditions_on
 from actmem.planning.planner import Planner, planner_for
 
 SCALARS = 1024
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Frozen(Block):
@@ -62,7 +54,7 @@ def traced(model: Skipping, *, gradients_stand: bool = True) -> tuple[Graph, Pla
 
 def every_simulation(planner: Planner) -> list[tuple[int, float]]:
     """Peak and seconds of each way to combine the layers' options."""
-    runs = (planner.simulator.run([each.plan for each in taken]) for taken in product(*planner._options))
+    runs = (planner.simulator.run([each.plan for each in taken]) for taken in product(*planner._search.options))
     return [(run.peak_bytes, run.seconds) for run in runs]
 
 
@@ -81,7 +73,7 @@ def test_no_plan_undercuts_the_bound(makes: tuple[type[nn.Module], ...], multipl
     found = every_simulation(planner)
     for budget in sorted({peak for peak, _ in found}):
         best = min(seconds for peak, seconds in found if peak <= budget)
-        bound = planner._solver.bound(budget)
+        bound = planner._search.solver.bound(budget)
         assert bound is not None, f"{budget}: said to be met by none, and met"
         bound += planner.unplanned.seconds
         assert bound <= best * (1 + 1e-9), f"{budget}: bound {bound / best - 1:+.1%} above a plan that fits"

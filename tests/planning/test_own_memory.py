@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -121,14 +120,6 @@ CASES = {
 }
 """Model, batch, and by how much the prediction may be too low, and too high: where a kernel takes less on some operands
 than on others of the same shapes, the most is taken for all of them."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", CASES)

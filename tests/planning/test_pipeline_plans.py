@@ -70,7 +70,7 @@ def test_a_smaller_budget_is_no_faster() -> None:
 def test_what_the_program_believes_is_what_the_simulation_says(schedule: str) -> None:
     """Within 1 %, for plans that swap nothing."""
     for rank in planner_of(schedule).ranks:
-        choice = rank._solver.solve(rank.budget_of(0.5), mood="plain")
+        choice = rank._search.solver.solve(rank.budget_of(0.5), mood="plain")
         assert choice is not None
         simulated = rank.simulator.run([option.plan for option in choice.options])
         assert simulated.peak_bytes == pytest.approx(choice.peak_bytes, rel=0.01)

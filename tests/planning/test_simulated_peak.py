@@ -93,13 +93,11 @@ SETTINGS = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()  # each measurement collects, and what stands already need not be looked through
+def _what_stands_is_no_garbage() -> Iterator[None]:
+    """Each measurement collects, and what stands already need not be looked through."""
+    gc.freeze()
     yield
     gc.unfreeze()
-    torch.set_num_threads(before)
 
 
 def predicted_peak(

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -30,15 +29,6 @@ FIELDS: dict[str, dict[str, object]] = {
     "dense": SHAPE | {"model_type": "qwen3", "tie_word_embeddings": True},
     "moe": SHAPE | {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny products only lose by threads, and most of all where tests run side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -239,7 +240,7 @@ def test_two_runs_in_one_directory_are_refused(make_config: MakeConfig) -> None:
     config = make_config()
     with (
         RunDirectory(config.train.output_dir).locked(),
-        pytest.raises(CheckpointError, match="another run is writing to"),
+        pytest.raises(CheckpointError, match=f"another run, process {os.getpid()} on .+, is writing to"),
     ):
         trained(config)
 
