@@ -12,6 +12,8 @@ from typing import IO
 
 from actmem.errors import CheckpointError
 
+_LOCK = ".lock"
+
 
 class RunDirectory:
     """Paths below a run's `train.output_dir`."""
@@ -39,12 +41,18 @@ class RunDirectory:
                 ) from error
             lock.truncate(0)
             print(f", process {os.getpid()} on {socket.gethostname()},", end="", file=lock, flush=True)
+            os.fsync(lock)
             yield
+
+    def holder(self) -> str | None:
+        """Who holds the directory, as its lock says; ``None`` where there is no lock."""
+        lock = self.root / _LOCK
+        return lock.read_text() if lock.exists() else None
 
     def _open_lock(self) -> IO[str]:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            return (self.root / ".lock").open("a+")
+            return (self.root / _LOCK).open("a+")
         except OSError as error:
             raise CheckpointError(
                 f"train.output_dir {self.root} cannot be written: {error}; set a directory that can"

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from actmem.config.idle_sections import idle_sections
 from actmem.config.platforms import refuse_other_platforms
 from actmem.config.schema import DataConfig, RunConfig
-from actmem.errors import CheckpointError, DataError, NonFiniteError
+from actmem.errors import CheckpointError, DataError, LayoutError, NonFiniteError
 from actmem.models.building import build_model, model_fields
 from actmem.models.shapes import build_shapes
 from actmem.parallel import clip_gradients
@@ -92,6 +92,7 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
     with ExitStack() as stack:
         world = stack.enter_context(join(config, choose_device(config.train.device)))
         world.from_first(lambda: _enter(stack, directory))
+        _refuse_separate(world, directory)
         shown = stack.enter_context(
             TrainingProgress(config.train.steps, enabled=progress and world.is_first, peak_name=peak_name(world.device))
         )
@@ -106,6 +107,19 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
 
 def _enter(stack: ExitStack, directory: RunDirectory) -> None:
     stack.enter_context(directory.locked())
+
+
+def _refuse_separate(world: World, directory: RunDirectory) -> None:
+    """Raise `LayoutError` unless all processes see the directory that the first one holds."""
+    holders = world.gather(directory.holder())
+    apart = [str(rank) for rank, holder in enumerate(holders) if holder != holders[0]]
+    if apart:
+        error = LayoutError(
+            f"train.output_dir {directory.root} is not the directory of rank 0 for rank {', '.join(apart)}; all ranks "
+            "write to one: set train.output_dir to a path on storage that the machines share"
+        )
+        error.is_repeated = not world.is_first
+        raise error
 
 
 class _Trainer:
@@ -310,12 +324,18 @@ class _Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> EvalRecord:
-        """Every rank reads all held-out batches, so that there may be any number of them."""
+        """The ranks share the held-out batches. Whoever has none left reads the first again, for nothing: all take part
+        in each call."""
         for model in self.laid_out.models:
             model.eval()  # type: ignore[no-untyped-call]
+        mesh, total = self.world.mesh, torch.zeros((), device=self.device)
         num_targets = sum(batch.targets.numel() for batch in self.held_out)
-        shares = [self.laid_out.steps.evaluate(batch.to(self.device), num_targets) for batch in self.held_out]
-        self.eval_loss = float(self.world.sum_over_stages(torch.stack(shares).sum()))
+        for mine in range(mesh.data_rank, mesh.data_rank + len(self.held_out), mesh.data_size):
+            is_own = mine < len(self.held_out)
+            batch = self.held_out[mine if is_own else 0].to(self.device)
+            share = self.laid_out.steps.evaluate(batch, num_targets)
+            total += share if is_own else torch.zeros_like(share)
+        self.eval_loss = self._of_all(total)
         for model in self.laid_out.models:
             model.train()
         self.progress.say(f"step {self.step}: held-out loss {self.eval_loss:.4f}")
@@ -362,7 +382,11 @@ def _open_data(config: RunConfig, world: World) -> tuple[Tokenizer, PackedSequen
             "raise data.eval_share, add text, or set train.eval_every: 0"
         )
     held_out = PackedSequences(stream.held_out, length, seed=settings.seed, identity=stream.identity)
-    return tokenizer, sequences, held_out.held_out_batches(settings.micro_batch_size, settings.eval_batches)
+    return (
+        tokenizer,
+        sequences,
+        held_out.held_out_batches(settings.micro_batch_size, settings.eval_batches * world.mesh.data_size),
+    )
 
 
 def _open_tokens(config: DataConfig) -> tuple[Tokenizer, TokenStream]:

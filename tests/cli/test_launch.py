@@ -277,6 +277,22 @@ def test_a_directory_in_use_is_told_once(config: Path, tmp_path: Path) -> None:
     assert "came to no end" not in said
 
 
+def test_machines_that_do_not_share_the_directory_are_told_before_the_first_step(config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "actmem", "train", str(config), "--no-progress", "train.output_dir=run"]
+    known = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    runs = []
+    for rank in range(2):
+        (machine := tmp_path / f"machine {rank}").mkdir()
+        environment = os.environ | known | {"RANK": str(rank), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        runs.append(subprocess.Popen(command, env=environment, cwd=machine, **pipes))
+    first, other = (" ".join(run.communicate(timeout=120)[0].split()) for run in runs)
+    assert [run.returncode for run in runs] == [2, 2], (first, other)
+    assert "train.output_dir run is not the directory of rank 0 for rank 1" in first
+    assert "error" not in other
+    assert not any(tmp_path.glob("*/run/checkpoints"))
+
+
 def test_a_signal_that_only_one_rank_gets_stops_all_at_the_same_step(config: Path, tmp_path: Path) -> None:
     run = start(config, tmp_path, "train.steps=300", "train.checkpoint_every=0")
     wait_for_step(tmp_path, 2, run)

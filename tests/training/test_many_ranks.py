@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from actmem._compat import end_process
 from actmem.config.loading import parse_config
 from actmem.config.schema import RunConfig
-from actmem.training.metrics import StepRecord, read_metrics
+from actmem.training.metrics import EvalRecord, StepRecord, read_metrics
 from actmem.training.trainer import train
 
 pytestmark = pytest.mark.ranks
@@ -65,6 +65,7 @@ def config(root: Path, name: str, layout: dict[str, Any]) -> RunConfig:
             "path": [f"{TEXT}/*.py"],
             "sequence_length": 32,
             "vocab_size": 512,
+            "eval_share": 0.2,
             "cache_dir": str(root / "cache"),
         },
         "train": {
@@ -74,7 +75,7 @@ def config(root: Path, name: str, layout: dict[str, Any]) -> RunConfig:
             "lr": 0.01,
             "checkpoint_every": HALF,
             "eval_every": STEPS,
-            "eval_batches": 1,
+            "eval_batches": 100,  # all there is
             "device": "cpu",
             "output_dir": str(root / name),
         },
@@ -132,6 +133,16 @@ def losses(run: Path) -> dict[int, float]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_has_the_loss_of_one_process(runs: Path, name: str) -> None:
     assert losses(runs / name) == pytest.approx(losses(runs / "alone"), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_evaluated_on_the_text_of_one_process(runs: Path, name: str) -> None:
+    (mine,), (expected,) = (
+        [each for each in read_metrics(runs / run / "metrics.jsonl") if isinstance(each, EvalRecord)]
+        for run in (name, "alone")
+    )
+    assert mine.eval_loss == pytest.approx(expected.eval_loss, rel=1e-4)
+    assert mine.num_tokens == expected.num_tokens
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
