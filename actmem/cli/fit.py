@@ -33,7 +33,10 @@ def fit(
     optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd (with momentum) or none.")] = "adamw",
     train: Annotated[str, typer.Option("--train", help="full or lora.")] = "full",
     rank: Annotated[int, typer.Option("--rank", min=1, help="Of LoRA's adapters.")] = 16,
-    shard: Annotated[int, typer.Option("--shard", min=1, metavar="N", help="Devices that share the state, FSDP.")] = 1,
+    shard: Annotated[
+        int | None,
+        typer.Option("--shard", min=1, metavar="N", help="Devices that share the state, FSDP; else as CONFIG says."),
+    ] = None,
     swap: Annotated[bool, typer.Option("--swap/--no-swap", help="Whether plans may swap.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -46,7 +49,7 @@ def fit(
 
     run = load_run(config, overrides or ())
     refuse_layout(run, "fit", "tp_size", "ep_size", "pp_size")
-    layout = Layout(optimizer, train, rank, shard)  # type: ignore[arg-type]  # it refuses what is not one of them
+    layout = Layout(optimizer, train, rank, shard or run.parallel.dp_shard_size)  # type: ignore[arg-type]  # it refuses what is not one of them
     found = _search(run, profile_of(run, hardware), layout, swap)
     if as_json:
         print_json(found.to_dict())

@@ -29,9 +29,9 @@ class Storage:
 
     `kept` is the reason why it is always saved (``None``: it may be recomputed). `edited` says that its memory was
     overwritten later in the region, so that these contents can be recomputed but not held. `constant` marks an input
-    that needs no gradient (masks, rotary tables): all layers share it, so nobody gains by moving it away. `named_until`
-    is the op of the forward pass through which Python's names stand for it, where that was traced and is later than the
-    last op that reads it.
+    that needs no gradient (masks, rotary tables): all layers share it, so nobody gains by moving it away. `spread` says
+    that it is asked for as a DTensor, which is not swapped. `named_until` is the op of the forward pass through which
+    Python's names stand for it, where that was traced and is later than the last op that reads it.
     """
 
     num_bytes: int
@@ -39,6 +39,7 @@ class Storage:
     kept: str | None = None
     edited: bool = False
     constant: bool = False
+    spread: bool = False
     named_until: int | None = None
 
 

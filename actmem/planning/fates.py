@@ -17,6 +17,7 @@ from actmem.planning.plan import INPUT_PATH, Action, RuleSet
 SAVED = "saved"
 INPUT = "input"
 SMALL = "below min_swap_bytes"
+SPREAD = "a DTensor, which is not swapped"
 _REARRANGING = {"cat", "clone"}
 
 
@@ -136,7 +137,9 @@ def _is_rearranged(graph: RegionGraph, index: int, communicates_again: Callable[
 
 def _is_swapped(graph: RegionGraph, index: int, action_of: Callable[[str], Action], min_bytes: int) -> bool:
     storage = graph.storages[index]
-    if storage.kept is not None or storage.edited or storage.constant or storage.num_bytes < max(min_bytes, 1):
+    if storage.kept is not None or storage.edited or storage.constant or storage.spread:
+        return False
+    if storage.num_bytes < max(min_bytes, 1):
         return False
     return action_of(path_of_storage(graph, index)) is Action.SWAP
 
@@ -156,4 +159,6 @@ def _reason_to_hold(
     if storage.edited or _is_rearranged(graph, index, communicates_again):
         return None
     action = action_of(path_of_storage(graph, index))
-    return SAVED if action is Action.SAVE else SMALL if action is Action.SWAP else None
+    if action is Action.SWAP:
+        return SPREAD if storage.spread else SMALL
+    return SAVED if action is Action.SAVE else None

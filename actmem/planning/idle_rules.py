@@ -118,8 +118,11 @@ def predicted_deeds(graph: Graph, source: Source, layers: Iterable[int], *, min_
 
 
 def _freeing(rules: RuleSet, fates: Fates) -> Iterator[Rule]:
-    """Rules that recompute or swap what is let go of; several may ask for one op, as for a module and its parent."""
-    for storage in fates.dropped | fates.swapped:
+    """Rules that recompute or swap what is let go of; several may ask for one op, as for a module and its parent. What
+    a collective made is let go of wherever it is issued again: else it is saved for what is recomputed from it."""
+    storages = fates.graph.storages
+    again = {each for each, op in fates.graph.creators.items() if op in fates.replayed and storages[each].kept}
+    for storage in fates.dropped | fates.swapped | again:
         matching = rules.matching(deciding_path(fates.graph, storage, rules.communicates_again))
         yield from next((last for _, last in groupby(reversed(matching), _asks_for)), ())
 

@@ -296,7 +296,7 @@ class OptionMaker:
 
     def _may_leave(self, storage: int) -> bool:
         each = self.graph.storages[storage]
-        movable = each.kept is None and not each.edited and not each.constant
+        movable = each.kept is None and not (each.edited or each.constant or each.spread)
         return movable and each.num_bytes >= max(self._min_swap_bytes, 1)
 
 

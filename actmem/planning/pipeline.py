@@ -133,7 +133,7 @@ class RankPlay:
         self._templates: dict[tuple[int, bool], Call] = {}
         self._known: dict[tuple[int, str, bool], Passage] = {}
         self._busy = 0.0
-        self._most_held = 0
+        self._most_held = self._swapped = 0
         self._peak_gradients: dict[int, bool] = {}
 
     @property
@@ -190,7 +190,7 @@ class RankPlay:
             exposed_seconds=self.player.exposed,
             peak=self.player.peak.moment(standing, self.player.conditions, gradients=True),
             held_bytes=self._most_held,
-            swapped_bytes=count * sum(call.swapped_bytes for call in calls),
+            swapped_bytes=self._swapped,
             timeline=tuple(self.player.timeline),
         )
 
@@ -199,6 +199,7 @@ class RankPlay:
         if action.kind == "forward":
             swaps = self._gaps.get(action.group, _LEAST_GAP) >= _LEAST_GAP
             call = self._template(action.group.stage, state.gradients).again(self._name(action), swaps=swaps)
+            self._swapped += call.swapped_bytes if swaps else 0
             self._pass(action, state, call, lambda: self.player.forward(call))
             state.calls[microbatch] = call
             return

@@ -92,7 +92,7 @@ class Player:
     def __init__(self, conditions: Conditions) -> None:
         self.now = self.exposed = 0.0
         self.held = self.beside = 0
-        self.peak = Peak(0, "", "", 0, 0, 0)
+        self.peak = Peak(0, "", "", 0, 0, 0, 0)
         self.timeline: list[tuple[float, int]] = []
         self.conditions = conditions
         self._moving = 0
@@ -124,7 +124,7 @@ class Player:
     def watched(self, run: Callable[[], None]) -> Passage:
         """Run something, and tell what it came to."""
         before, begun, held = self.peak, self.now, self.held
-        self.peak = Peak(0, "", "", 0, 0, 0)
+        self.peak = Peak(0, "", "", 0, 0, 0, 0)
         run()
         own = self.peak
         self.peak = max(before, own, key=lambda peak: peak.num_bytes)
@@ -149,7 +149,8 @@ class Player:
         self._start_reloads()
 
     def _pass_gap(self, call: Call, gap: GapCourse, where: str) -> None:
-        self._note(call, gap.peak_bytes, 0, f"{where}: {gap.peak_op}" if gap.peak_op else where)
+        where = f"{where}: {gap.peak_op}" if gap.peak_op else where
+        self._note(call, gap.peak_bytes, 0, where, gradients=gap.gradient_bytes)
         self.now += gap.seconds
 
     def _forward(self, call: Call, layer: int) -> None:
@@ -169,7 +170,7 @@ class Player:
         self.held += course.held_bytes
 
     def _backward(self, call: Call, layer: int, part: Part) -> None:
-        course, around = call.courses[layer], call.around.backward_bytes[layer]
+        course, around, made = call.courses[layer], call.around.backward_bytes[layer], call.around.gradient_bytes[layer]
         self._let_leave()
         self.held -= course.held_bytes
         self._want(call, layer)
@@ -179,7 +180,7 @@ class Player:
             while to_need and to_need[0].swap.needed <= index:
                 self._wait_for(to_need.popleft())
             where = f"layer {layer}, {'again' if op.again else 'backward'}: {op.name}"
-            self._note(call, around, op.standing_bytes, where)
+            self._note(call, around, op.standing_bytes, where, gradients=made)
             self.now += op.seconds if _runs(op, part) else 0.0
             while to_let_go and to_let_go[-1].swap.let_go <= index:
                 self._moving -= to_let_go.pop().swap.num_bytes
@@ -252,11 +253,11 @@ class Player:
             self.now = away.arrives
         self._start_reloads()
 
-    def _note(self, call: Call, around: int, own: int, where: str) -> None:
+    def _note(self, call: Call, around: int, own: int, where: str, *, gradients: int = 0) -> None:
         total = around + self.beside + self.held + self._moving + own
         self.timeline.append((self.now, total))
         if total > self.peak.num_bytes:
-            self.peak = Peak(total, call.name, where, self.held, self._moving, own)
+            self.peak = Peak(total, call.name, where, self.held, self._moving, own, gradients)
 
 
 class Passage(NamedTuple):
@@ -276,8 +277,8 @@ def _runs(op: Slice, part: Part) -> bool:
 
 
 class Peak(NamedTuple):
-    """The most that stood: in which call, and where in it; what of it layers held, what was being swapped, and what
-    belonged to what ran."""
+    """The most that stood: in which call, and where in it; what of it layers held, what was being swapped, what
+    belonged to what ran, and what were gradients that this step had made."""
 
     num_bytes: int
     call: str
@@ -285,6 +286,7 @@ class Peak(NamedTuple):
     held: int
     moving: int
     own: int
+    gradients: int
 
     def moment(self, standing: Standing, conditions: Conditions, *, gradients: bool | None = None) -> Moment:
         """The peak with names for what stood. `gradients`: whether those of the parameters did."""
@@ -293,7 +295,7 @@ class Peak(NamedTuple):
             "parameters": standing.parameters,
             "buffers": standing.buffers,
             "optimizer": standing.optimizer,
-            "gradients": standing.gradients if stand else 0,
+            "gradients": self.gradients + (standing.gradients if stand else 0),
             "workspace of kernels": conditions.workspace_bytes,
             HELD: self.held,
             "swapped, on the way": self.moving,

@@ -13,21 +13,25 @@ from actmem.planning.course import Costs
 
 @dataclass(frozen=True, slots=True)
 class GapCourse:
-    """One gap in one direction: its seconds, the most that stands in it, and at which op. Bytes without the layers'."""
+    """One gap in one direction: its seconds, the most that stands in it, and at which op; `gradient_bytes` of that are
+    gradients that this step has made. Bytes without the layers'."""
 
     seconds: float
     peak_bytes: int
     peak_op: str
+    gradient_bytes: int
 
 
 @dataclass(frozen=True)
 class Surroundings:
     """Bytes that stand outside the layers' own memory when each layer's forward or backward pass begins, gradients that
-    layers behind it have made included, and the gaps. `kept_bytes` of them come with the forward pass and stand when
-    it is over. `upstream_bytes` of gradients have to stay where those of the weights are made later."""
+    layers behind it have made included, which are `gradient_bytes`, and the gaps. `kept_bytes` of them come with the
+    forward pass and stand when it is over. `upstream_bytes` of gradients have to stay where those of the weights are
+    made later."""
 
     forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
     forward_gaps: tuple[GapCourse, ...]
     backward_gaps: tuple[GapCourse, ...]
     kept_bytes: int
@@ -84,13 +88,14 @@ class _Survey:
         self._standing = standing.parameters + standing.buffers + standing.optimizer + workspace_bytes
         self._standing += standing.gradients if gradients_stand else 0
         self._holders = holders
+        self._made_gradients = 0
         self._ends: dict[tuple[int, bool, int], int] = defaultdict(int)
         for constant in graph.step.constants:
             self._ends[self._end_of_constant(constant)] += constant.num_bytes
         self._escaping = [self._note_escapes(layer) for layer in range(len(self._layers))]
 
     def run(self) -> Surroundings:
-        forward_bytes, backward_bytes, forward_gaps, backward_gaps = [], [], [], []
+        forward_bytes, backward_bytes, gradient_bytes, forward_gaps, backward_gaps = [], [], [], [], []
         before = self._standing
         for layer in range(len(self._layers)):
             forward_gaps.append(self._pass_gap(layer, False))
@@ -101,11 +106,14 @@ class _Survey:
         backward_gaps.append(self._pass_gap(len(self._layers), True))
         for layer in reversed(range(len(self._layers))):
             backward_bytes.append(self._standing)
+            gradient_bytes.append(self._made_gradients)
             self._standing += self._left_by(self._layers[layer])
+            self._made_gradients += sum(map(self._gradient_of, self._layers[layer].backward))
             backward_gaps.append(self._pass_gap(layer, True))
         return Surroundings(
             tuple(forward_bytes),
             tuple(reversed(backward_bytes)),
+            tuple(reversed(gradient_bytes)),
             tuple(forward_gaps),
             tuple(reversed(backward_gaps)),
             kept_bytes,
@@ -137,20 +145,25 @@ class _Survey:
 
     def _pass_gap(self, gap: int, backward: bool) -> GapCourse:
         ops: Sequence[StepOp] = getattr(self._step.gaps[gap], "backward" if backward else "forward")
-        seconds, peak, peak_op = 0.0, self._standing, ""
+        seconds, peak, peak_op, gradients = 0.0, self._standing, "", self._made_gradients
         for index, op in enumerate(ops):
             self._standing += op.allocated_bytes - self._ends.pop((gap, backward, index), 0)
             seconds += self._costs.step_op_seconds(op)
+            self._made_gradients += self._gradient_of(op)
             stands = self._standing + self._costs.step_op_scratch(op)
             if stands > peak:
-                peak, peak_op = stands, op.name
+                peak, peak_op, gradients = stands, op.name, self._made_gradients
             self._standing -= self._freed_by(op)
         late = [key for key in self._ends if key[:2] == (gap, backward)]
         self._standing -= sum(self._ends.pop(key) for key in late)
-        return GapCourse(seconds, peak, peak_op)
+        return GapCourse(seconds, peak, peak_op, gradients)
 
     def _freed_by(self, op: StepOp) -> int:
         return op.freed_bytes + (op.accumulated_bytes if self._gradients_stand else 0)
+
+    def _gradient_of(self, op: StepOp) -> int:
+        """Bytes of gradients that come with an op, and are no part of what stands."""
+        return 0 if self._gradients_stand else op.gradient_bytes
 
     def _left_by(self, layer: RegionGraph) -> int:
         return sum(op.allocated_bytes - self._freed_by(op) for op in layer.backward)

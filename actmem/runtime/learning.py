@@ -22,6 +22,7 @@ from actmem.graph.region import StorageKind
 from actmem.planning import Fates
 from actmem.planning.fates import path_of_storage
 from actmem.planning.plan import RuleSet
+from actmem.runtime.faces import inner_of
 from actmem.runtime.functions import running_opaque
 from actmem.runtime.kinds import (
     EDITED,
@@ -151,6 +152,7 @@ class LearningTape(Tape):
     def graph(self) -> RegionGraph:
         """What the region did."""
         self._keep_what_volatile_buffers_make()
+        self._note_what_is_spread()
         return RegionGraph(tuple(self._ops), tuple(self._values), tuple(self._storages), tuple(self._packed))
 
     def _keep_what_volatile_buffers_make(self) -> None:
@@ -162,6 +164,15 @@ class LearningTape(Tape):
             for made in {self._values[index].storage for index in op.outputs} - volatile:
                 if self._storages[made].kept is None:
                     self._storages[made] = replace(self._storages[made], kept=VOLATILE)
+
+    def _note_what_is_spread(self) -> None:
+        """What autograd saved as a DTensor, or what it did not save and an op made as one."""
+        packed = {self._values[index].storage for index in self._packed}
+        others = [index for index, each in enumerate(self._values) if each.producer is not None]
+        for index in (*self._packed, *(each for each in others if self._values[each].storage not in packed)):
+            if inner_of(self._tensors[index]) is not None:
+                storage = self._values[index].storage
+                self._storages[storage] = replace(self._storages[storage], spread=True)
 
     def keep_what_leaves_a_shard(self, output: Any) -> None:
         """A module that FSDP2 shards by itself has given this: no replay outside of it can begin before it."""

@@ -18,7 +18,10 @@ from transformers import AutoModelForCausalLM
 from actmem._compat import end_process
 from actmem.config.loading import parse_config
 from actmem.config.schema import RunConfig
+from actmem.models.shapes import build_shapes
+from actmem.training.budget import planner_of
 from actmem.training.metrics import EvalRecord, StepRecord, read_metrics
+from actmem.training.traced import trace_step
 from actmem.training.trainer import train
 
 pytestmark = pytest.mark.ranks
@@ -44,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "parallel": {"tp_size": 2, "sequence_parallel": True, "loss_parallel": True},
         "policy": "attention-swap",
     },
+    "swapped tensors": {"parallel": {"tp_size": 2}, "policy": "layer-swap"},
     "gathered again": {
         "parallel": {"tp_size": 2, "sequence_parallel": True},
         "policy": None,
@@ -169,6 +173,20 @@ def test_the_exported_model_is_one_that_transformers_loads(runs: Path, name: str
     assert shapes[0] == shapes[1]
 
 
+def test_what_is_swapped_of_a_spread_model_is_what_is_predicted(runs: Path) -> None:
+    """DTensors stay, and no plan speaks of swapping them."""
+    run = config(runs, "swapped tensors", LAYOUTS["swapped tensors"])
+    model = build_shapes(run.model, vocab_size=FIELDS["vocab_size"])
+    plans = planner_of(run, trace_step(run, model)).layer_plans("layer-swap")
+    last = [each for each in read_metrics(runs / "swapped tensors" / "metrics.jsonl") if isinstance(each, StepRecord)][
+        -1
+    ]
+    assert last.rank_swap is not None
+    for each in last.rank_swap:
+        assert each["num_begun"] == sum(len(plan.fates.swapped) for plan in plans) > 0
+        assert each["num_unfit"] == each["num_refused"] == 0
+
+
 def test_metrics_tell_of_all_ranks(runs: Path) -> None:
     last = [each for each in read_metrics(runs / "shards" / "metrics.jsonl") if isinstance(each, StepRecord)][-1]
     assert last.rank_peak_bytes is not None
@@ -178,9 +196,9 @@ def test_metrics_tell_of_all_ranks(runs: Path) -> None:
     assert last.rank_swap is None
     sequence = [each for each in read_metrics(runs / "sequence" / "metrics.jsonl") if isinstance(each, StepRecord)]
     assert sequence[-1].rank_swap is not None
-    assert all(each["num_out"] + each["num_withdrawn"] > 0 for each in sequence[-1].rank_swap)
+    assert all(each["num_begun"] > 0 for each in sequence[-1].rank_swap)
     steps = [each for each in read_metrics(runs / "stages" / "metrics.jsonl") if isinstance(each, StepRecord)]
     assert steps[0].rank_swap is not None and steps[-1].rank_swap is not None
-    begun = [[each["num_out"] + each["num_withdrawn"] for each in step.rank_swap] for step in (steps[0], steps[-1])]
+    begun = [[each["num_begun"] for each in step.rank_swap] for step in (steps[0], steps[-1])]
     assert begun[0][0] == begun[0][1] > 0, "both stages begin as many copies"
     assert begun[1][0] > begun[1][1] == 0, "under 1F1B the second stage has nothing to swap once that is known"

@@ -14,13 +14,15 @@ _LEVELS = ("host_high_water_bytes", "disk_high_water_bytes")
 class SwapCounters:
     """Sums since a plan was applied, except the two high-water marks.
 
-    `refused`: storages that stayed because too much was on its way out, `no_room`: because their tiers were full or
-    closed, `withdrawn`: because the backward pass came before their copy had begun, `failed`: because it failed;
-    `unfit`: tensors that stayed because they are not plain ones on the model's device.
+    `begun`: storages whose copy out was asked for, `out`: those that left, `in`: those that came back. `refused`:
+    storages that stayed because too much was on its way out, `no_room`: because their tiers were full or closed,
+    `withdrawn`: because the backward pass came before their copy had begun, `failed`: because it failed; `unfit`:
+    tensors that stayed because they are not plain ones on the model's device.
     `exposed_seconds` is what the step waited for copies; `copy_out_seconds` and `copy_in_seconds` are what the copies
     took. `pool_hits` are places given out of what a tier had already, `pool_growths` how often it had to grow.
     """
 
+    num_begun: int = 0
     num_out: int = 0
     num_in: int = 0
     bytes_out: int = 0
@@ -40,11 +42,6 @@ class SwapCounters:
     pool_growths: int = 0
     host_high_water_bytes: int = 0
     disk_high_water_bytes: int = 0
-
-    @property
-    def num_begun(self) -> int:
-        """How many copies out were asked for and had room, whether they were done in time or taken back."""
-        return self.num_out + self.num_withdrawn + self.num_failed
 
     @property
     def hidden_share(self) -> float | None:

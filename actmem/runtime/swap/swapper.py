@@ -222,6 +222,7 @@ class Swapper:
             self._counters.num_no_room += 1
             self._counters.bytes_no_room += data.numel()
             return None
+        self._counters.num_begun += 1
         storage = SwappedStorage(tensor, data, copy, call.region, order.path)
         if verify:
             storage.digest = digest_of(data)
