@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry as torch_flop_registry
@@ -165,6 +166,11 @@ class LifelikeFakes(DispatchMode):
 def is_fake(kind: type) -> bool:
     """Whether a tensor type is torch's fake tensor (shape and dtype without memory)."""
     return issubclass(kind, FakeTensor)
+
+
+def is_ragged(kind: type) -> bool:
+    """Whether a tensor type is torch's nested one of the jagged layout."""
+    return issubclass(kind, NestedTensor)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

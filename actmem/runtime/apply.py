@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -228,6 +228,8 @@ def _find(model: nn.Module, regions: Sequence[nn.Module | str] | None) -> dict[s
         from actmem.models.regions import find_regions
 
         return find_regions(model)
+    if isinstance(regions, str | nn.Module) or not isinstance(regions, Iterable):
+        raise ApplyError(f"regions is a {type(regions).__name__}; allowed: a list of modules, or of their names")
     modules = dict(model.named_modules())
     names = {id(module): name for name, module in modules.items()}
     wanted = [each if isinstance(each, str) else names.get(id(each)) for each in regions]

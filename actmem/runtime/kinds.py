@@ -16,6 +16,7 @@ from actmem._compat import (
     async_collective_types,
     flop_registry,
     is_fake,
+    is_ragged,
     local_part,
     raw_call,
     size_of_group,
@@ -191,6 +192,13 @@ def register_subclass(subclass: type[torch.Tensor]) -> None:
 def are_replayable_types(types: tuple[type, ...]) -> bool:
     """Whether every tensor subclass among the operands may be replayed."""
     return all(is_fake(each) or each in _registered_subclasses or each in distributed_types() for each in types)
+
+
+@cache
+def hides_memory(kind: type[Tensor]) -> bool:
+    """Whether a tensor subclass may hold tensors that nobody knows of."""
+    has_ops_of_its_own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return has_ops_of_its_own and not (is_fake(kind) or is_ragged(kind) or kind in distributed_types())
 
 
 @cache

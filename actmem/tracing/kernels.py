@@ -54,7 +54,7 @@ class Kernels:
         if any(each.layout is not torch.strided or each.is_nested for each in operands):
             return
         settings = str([each for each in (*args, *kwargs.items()) if not tensors_in((each,))])
-        key = (func, signature, tuple([each.stride() for each in operands]), settings)
+        key = (func, signature, tuple([(each.stride(), each.is_conj(), each.is_neg()) for each in operands]), settings)
         if key not in self._calls and self._may_take(operands, results, flops):
             looks = [_look_of(each) for each in args], {name: _look_of(each) for name, each in kwargs.items()}
             self._calls[key] = _Call(signature, func, *looks)
@@ -115,11 +115,17 @@ class _Look:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
 
-    def zeros(self, device: torch.device) -> Tensor:
+    def made(self, device: torch.device) -> Tensor:
+        """One of zeros; a mask takes all there is, which is when what it selects takes the most."""
         last = sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
-        memory = torch.zeros(last + 1 if all(self.shape) else 0, dtype=self.dtype, device=device)
-        return memory.as_strided(self.shape, self.stride)
+        make = torch.ones if self.dtype is torch.bool else torch.zeros
+        made = make(last + 1 if all(self.shape) else 0, dtype=self.dtype, device=device)
+        made = made.as_strided(self.shape, self.stride)
+        made = torch._neg_view(made) if self.is_neg else made
+        return made.conj() if self.is_conj else made
 
 
 def _look_of(item: Any) -> Any:
@@ -129,11 +135,11 @@ def _look_of(item: Any) -> Any:
     if not isinstance(item, Tensor):
         return item
     tensor = local_part(item)
-    return _Look(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return _Look(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def _made(item: Any, device: torch.device) -> Any:
     """The same with tensors in place of looks."""
     if isinstance(item, list):
         return [_made(each, device) for each in item]
-    return item.zeros(device) if isinstance(item, _Look) else item
+    return item.made(device) if isinstance(item, _Look) else item

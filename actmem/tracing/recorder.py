@@ -32,7 +32,7 @@ from actmem._compat import (
 )
 from actmem.graph import signature_of
 from actmem.runtime.intercept import Interception
-from actmem.runtime.kinds import flops_of, group_size_of, kind_of, num_bytes
+from actmem.runtime.kinds import flops_of, group_size_of, hides_memory, kind_of, num_bytes
 from actmem.runtime.learning import tensors_in
 from actmem.tracing.kernels import Kernels
 
@@ -90,7 +90,9 @@ class Memory:
 class StepRecorder(DispatchMode):
     """Records one step of a model whose layers are `layers`, in order. `owned` are the tensors that stood before it;
     `copies` says whether tensors are real, so that of what autograd saves a copy is kept. `kernels` hears of each
-    call."""
+    call. `order` is that in which layers ran, `needs` tells which of their inputs needed gradients, `went_back_early`
+    is a layer in which a backward pass went before the forward pass was done, and `strangers` are types of tensors
+    that hold others unseen."""
 
     def __init__(
         self, layers: Sequence[nn.Module], owned: Iterable[Tensor], *, copies: bool, kernels: Kernels | None = None
@@ -100,6 +102,10 @@ class StepRecorder(DispatchMode):
         self.places: dict[tuple[int, bool, bool], Place] = {}
         self.num_packed = [0] * len(layers)
         self.num_calls = [0] * len(layers)
+        self.order: list[int] = []
+        self.needs: dict[int, tuple[bool, ...]] = {}
+        self.went_back_early: int | None = None
+        self.strangers: set[str] = set()
         self._layers = layers
         self._owned = {storage_id(tensor) for tensor in owned}
         self._copies: WeakValueDictionary[tuple[int, int], UntypedStorage] | None = None
@@ -109,6 +115,7 @@ class StepRecorder(DispatchMode):
         self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._is_watching = True
         self._is_casting = False
+        self._is_forward = True
         self._casts: list[int] = []
         self._here = self._place(0, in_layer=False, backward=False)
 
@@ -133,6 +140,7 @@ class StepRecorder(DispatchMode):
 
     def begin_backward(self) -> None:
         """The forward pass, the loss included, is done, and with it autocast and what it has kept."""
+        self._is_forward = False
         self._here = self._place(len(self._layers), in_layer=False, backward=True)
         for number in self._casts:
             self.memories[number].let_go = (self._here, 0)
@@ -147,9 +155,11 @@ class StepRecorder(DispatchMode):
         return self._place(layer, in_layer=True, backward=False).ops
 
     @contextmanager
-    def in_layer(self, layer: int) -> Iterator[None]:
-        """A layer's forward runs inside."""
+    def in_layer(self, layer: int, given: Sequence[Tensor]) -> Iterator[None]:
+        """A layer's forward runs inside, on what it is `given`."""
         self.num_calls[layer] += 1
+        self.order.append(layer)
+        self.needs[layer] = tuple([each.requires_grad for each in given])
         self._here = self._place(layer, in_layer=True, backward=False)
         self._is_casting = is_caching_casts()
         yield
@@ -161,6 +171,7 @@ class StepRecorder(DispatchMode):
         kwargs = kwargs or {}
         if not self._is_watching:
             return func(*args, **kwargs)
+        self.strangers.update([each.__name__ for each in types if hides_memory(each)])
         kind = kind_of(func)
         unpacks = self._take_moment()
         operands = tensors_in((*args, *kwargs.values()))
@@ -256,6 +267,8 @@ class StepRecorder(DispatchMode):
 
     def _unpack(self, saved: _Saved) -> Tensor:
         place = saved.place
+        if self._is_forward and saved.position is not None:
+            self.went_back_early = place.layer
         self._here = self._place(place.layer, in_layer=place.in_layer, backward=True)
         if saved.position is not None:
             self._moment().unpacks.append(saved.position)
@@ -327,7 +340,7 @@ class _Runner:
         self._layer = layer
 
     def __call__(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._recorder.in_layer(self._layer):
+        with self._recorder.in_layer(self._layer, tensors_in((*args, *kwargs.values()))):
             return forward(*args, **kwargs)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -88,21 +89,34 @@ def _trace(
     kernels_on: torch.device | None,
     gradient: str | None = None,
 ) -> Graph:
-    if not isinstance(batch, Mapping):
+    _refuse_odd_arguments(model, batch, loss)
+    step = partial(_trace_step, model, batch, loss=loss, sharding=sharding, kernels_on=kernels_on, gradient=gradient)
+    try:
+        return step(trace_layers(model, batch, loss=loss, regions=regions), alike=True)
+    except _UnevenError:  # layers that are built alike need not save alike: gradients may reach some of them alone
+        return step(trace_layers(model, batch, loss=loss, regions=regions, each=True), alike=False)
+
+
+def _refuse_odd_arguments(model: object, batch: object, loss: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ApplyError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
+    if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
         raise ApplyError(
             f"batch is a {type(batch).__name__}; allowed: a mapping of the model's keyword arguments, such as "
             '{"input_ids": tokens, "labels": tokens}'
         )
-    graph = trace_layers(model, batch, loss=loss, regions=regions)
-    try:
-        return _trace_step(model, batch, graph, loss=loss, sharding=sharding, kernels_on=kernels_on, gradient=gradient)
-    except _UnevenError:  # layers that are built alike need not save alike: gradients may reach some of them alone
-        graph = trace_layers(model, batch, loss=loss, regions=regions, each=True)
-        return _trace_step(model, batch, graph, loss=loss, sharding=sharding, kernels_on=kernels_on, gradient=gradient)
+    if loss is not None and not callable(loss):
+        raise ApplyError(f"loss is a {type(loss).__name__}; allowed: a function of the model and the batch")
+    given = [each for each in batch.values() if isinstance(each, Tensor)]
+    if any(each.is_meta for each in given) and not _is_without_numbers(model):
+        raise ApplyError(
+            "the batch is on the meta device, and the model has numbers; give it real tensors, or trace the model on "
+            "the meta device as well"
+        )
 
 
 class _UnevenError(ApplyError):
-    """A layer saved another number of tensors than the one that was traced for it."""
+    """A layer saved another number of tensors than the one that was traced for it, or was given others."""
 
 
 def _trace_step(
@@ -114,7 +128,9 @@ def _trace_step(
     sharding: Sharding,
     kernels_on: torch.device | None,
     gradient: str | None,
+    alike: bool,
 ) -> Graph:
+    """`alike`: of layers that are built alike, one was traced for all."""
     names = list(graph.layers)
     device = _device_of(model)
     kernels = _kernels_of(model, kernels_on)
@@ -136,7 +152,10 @@ def _trace_step(
                 lost.backward(None if gradient is None else arguments[gradient])
         del lost
     _refuse_uneven(names, graph, recorder)
+    _refuse_what_is_no_step(names, recorder)
     if _is_without_numbers(model):
+        if alike:
+            _refuse_other_needs(graph, recorder)
         _refuse_unlike(graph, recorder)
     tokens = next((each.numel() for each in batch.values() if isinstance(each, Tensor)), 0)
     with _random_state_kept(device):
@@ -253,7 +272,7 @@ def _at_hand(
     wrapped = _LossOf(model)
     if _is_without_numbers(model):
         products = LifelikeFakes()  # type: ignore[no-untyped-call]
-        with _explaining(model), one_sequence_a_row(), FakeTensorMode(), products:
+        with _explaining(model), one_sequence_a_row(), FakeTensorMode(allow_non_fake_inputs=True), products:
             parameters = _in_place_of(_slots(wrapped, "_parameters"), _fake)
             buffers = _in_place_of(_slots(wrapped, "_buffers"), _fake)
             arguments = {name: _fake(each) if isinstance(each, Tensor) else each for name, each in batch.items()}
@@ -297,11 +316,15 @@ def _refuse_no_loss(lost: object) -> None:
         problem = f"is a {type(lost).__name__}"
     elif lost.numel() != 1:
         problem = f"has the shape {'x'.join(map(str, lost.shape))}"
+    elif lost.is_complex():
+        problem = "is complex"
     elif not lost.requires_grad:
         problem = "has no gradient: nothing that it comes from is trained"
     else:
         return
-    raise ApplyError(f"the loss {problem}; allowed: a tensor of one number that parameters of the model have a part in")
+    raise ApplyError(
+        f"the loss {problem}; allowed: a tensor of one real number that parameters of the model have a part in"
+    )
 
 
 def _refuse_uneven(names: Sequence[str], graph: Graph, recorder: StepRecorder) -> None:
@@ -317,6 +340,31 @@ def _refuse_uneven(names: Sequence[str], graph: Graph, recorder: StepRecorder) -
                 f"{name} saved {len(graph.of_layer(name).packed)} tensors in one pass and {count} in the next; a step "
                 "is planned for layers that do the same each time"
             )
+
+
+def _refuse_what_is_no_step(names: Sequence[str], recorder: StepRecorder) -> None:
+    """A step is a forward pass through the layers in their order, then a backward pass, of tensors that are seen."""
+    order = [names[layer] for layer in recorder.order]
+    if order != list(names):
+        listed, runs = next((one, other) for one, other in zip(names, order, strict=True) if one != other)
+        problem = f"{runs} runs where {listed} is listed: name the layers in the order in which they run, in regions="
+    elif recorder.went_back_early is not None:
+        name = names[recorder.went_back_early]
+        problem = f"{name} takes part in a backward pass before the forward pass is done: choose a policy by name"
+    elif recorder.strangers:
+        kinds = ", ".join(sorted(recorder.strangers))
+        problem = f"what a {kinds} holds is not seen by a trace: choose a policy by name"
+    else:
+        return
+    raise ApplyError(f"no step can be planned: {problem}")
+
+
+def _refuse_other_needs(graph: Graph, recorder: StepRecorder) -> None:
+    """What needs no gradient is no layer's own: layers that are given such as others are not are of another kind."""
+    needs: dict[str, tuple[bool, ...]] = {}
+    for layer, (name, kind) in enumerate(graph.layers.items()):
+        if recorder.needs[layer] != needs.setdefault(kind, recorder.needs[layer]):
+            raise _UnevenError(f"{name} is built like the others of its kind, but other inputs of it need gradients")
 
 
 def _refuse_unlike(graph: Graph, recorder: StepRecorder) -> None:

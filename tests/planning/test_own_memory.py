@@ -60,6 +60,32 @@ class Sharing(nn.Module):
         return hidden + self.linear(functional.gelu(self.linear(self.norm(hidden))))
 
 
+class Selecting(nn.Module):
+    """What a mask takes is known by its numbers alone."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = self.up(hidden)
+        chosen = wide > 0
+        made = torch.zeros_like(wide)
+        made[chosen] = wide[chosen].tanh()
+        return hidden + self.down(made)
+
+
+class Conjugating(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        turned = torch.complex(hidden.sin(), hidden)
+        product = torch.bmm(turned.conj().transpose(1, 2), turned)
+        return hidden + self.out(torch.bmm(turned, product).abs())
+
+
 class Naming(nn.Module):
     """Its code has a name, to the end of the call, for something large that is read early."""
 
@@ -116,6 +142,8 @@ CASES = {
     "a weight used twice": (lambda: Stack(Sharing), {"hidden": torch.ones(1, 32, 256)}, 0.0, 0.0),
     "GPT-2": (partial(narrow_gpt2, "sdpa"), {"input_ids": torch.zeros(4, 256, dtype=torch.int64)}, 0.0, 0.0),
     "GPT-2, eager": (partial(narrow_gpt2, "eager"), {"input_ids": torch.zeros(4, 256, dtype=torch.int64)}, 0.0, 0.0),
+    "a mask": (lambda: Stack(Selecting), {"hidden": torch.ones(4, 128, 64)}, 0.0, 0.35),
+    "conjugates": (lambda: Stack(Conjugating), {"hidden": torch.ones(4, 128, 64)}, 0.0, 0.0),
     "names": (lambda: Stack(Naming), {"hidden": torch.ones(4, 256, 64)}, 0.0, 0.0),
 }
 """Model, batch, and by how much the prediction may be too low, and too high: where a kernel takes less on some operands

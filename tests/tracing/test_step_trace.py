@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -248,6 +250,97 @@ def _counted(tensor: Tensor, count: list[int]) -> Tensor:
 def test_a_batch_that_is_no_mapping_is_refused() -> None:
     with pytest.raises(ApplyError, match="batch is a Tensor; allowed: a mapping"):
         trace(build_shapes(CONFIGS["dense"]), torch.zeros(2, 8, dtype=torch.int64))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"model": None}, "model is a NoneType"),
+        ({"batch": {1: torch.zeros(2)}}, "allowed: a mapping of the model's keyword arguments"),
+        ({"batch": tokens("meta")}, "the batch is on the meta device"),
+        ({"loss": 5}, "loss is a int; allowed: a function"),
+        ({"loss": lambda model, batch: dense_loss(model, batch) * 1j}, "is complex"),
+        ({"regions": "model.layers.0"}, "regions is a str; allowed: a list"),
+        ({"regions": nn.Linear(1, 1)}, "regions is a Linear; allowed: a list"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_odd_arguments_are_told(odd: dict[str, Any], said: str) -> None:
+    usual: dict[str, Any] = {"model": real_model(), "batch": tokens()}
+    with pytest.raises(ApplyError, match=re.escape(said)):
+        trace(**usual | odd)
+
+
+class Hiding(torch.Tensor):
+    """A tensor around another one."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Hiding:
+        made: Hiding = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*(each.inner if isinstance(each, Hiding) else each for each in args), **(kwargs or {}))
+        return Hiding(out) if isinstance(out, Tensor) else out
+
+
+class Layered(nn.Module):
+    """Two layers, the second one listed first; each does `work` with what it computes."""
+
+    def __init__(self, work: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Working(work), Working(work)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        made: Tensor = self.layers[0](self.layers[1](hidden))
+        return made
+
+
+class Working(nn.Linear):
+    def __init__(self, work: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(8, 8)
+        self.work = work
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.work(hidden, super().forward(hidden).tanh())
+
+
+@pytest.mark.parametrize(
+    ("work", "regions", "said"),
+    [
+        (lambda _, made: made, ["layers.0", "layers.1"], "layers.1 runs where layers.0 is listed"),
+        (
+            lambda given, made: torch.autograd.grad(made.sum(), given, create_graph=True)[0],
+            ["layers.1", "layers.0"],
+            "a backward pass before the forward pass is done",
+        ),
+        (lambda _, made: made * (Hiding(made.detach()) * 2).inner, ["layers.1", "layers.0"], "what a Hiding holds"),
+    ],
+    ids=["order", "backward", "subclass"],
+)
+def test_what_is_no_step_is_refused(work: Any, regions: list[str], said: str) -> None:
+    hidden = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(ApplyError, match=said):
+        trace(Layered(work), {"hidden": hidden}, regions=regions)
+
+
+def test_a_first_layer_whose_input_needs_no_gradient_is_of_another_kind_with_and_without_numbers() -> None:
+    real = Layered(lambda _, made: made)
+    regions = ["layers.1", "layers.0"]
+    graphs = [
+        trace(real, {"hidden": torch.randn(4, 8)}, regions=regions),
+        trace(real.to("meta"), {"hidden": torch.randn(4, 8)}, regions=regions, kernels_on="cpu"),
+    ]
+    inputs = [
+        [each.constant for each in graph.of_layer("layers.0").storages if each.kind == "input"] for graph in graphs
+    ]
+    assert inputs == [[False], [False]]
+    assert graphs[0].layers == graphs[1].layers
+    assert len(graphs[0].kinds) == 2
 
 
 class Mixing(nn.Module):
