@@ -163,7 +163,8 @@ def test_peaks_are_predicted(case: str) -> None:
     hardware = load_hardware("cpu").model_copy(update={"num_threads": 1})
     planner = planner_for(actmem.trace(model, batch, regions=regions), conditions_on(hardware, tiers=()))
     for policy in POLICIES:
-        plan = planner.within(policy).plan if isinstance(policy, float) else policy
+        share = planner.budget_of(policy) if isinstance(policy, float) else 0
+        plan = planner.plan(max(share, planner.least_peak_bytes)).plan if share else str(policy)
         predicted = planner.simulate(plan).peak_bytes - planner.standing_bytes
         with actmem.apply(model, plan, regions=regions):
             for _ in range(2):
