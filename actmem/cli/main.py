@@ -97,7 +97,7 @@ def _show_warning(
 ) -> None:
     """In words alone: where in our code it comes from says nothing to whoever runs a command."""
     if is_news(str(message)):
-        Screen(stderr=True).line(f"warning: {message}", style="yellow")
+        Screen(stderr=True).warning(str(message))
 
 
 def _as_data(error: ActmemError) -> dict[str, object]:

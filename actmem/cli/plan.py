@@ -52,7 +52,8 @@ def plan(
         told = made.to_dict() if isinstance(made, _Made) else _named(plan)
         print_json({"written": out, **told, "warnings": [asdict(each) for each in warned]})
     else:
-        Screen(stderr=True).faults(warned, style="yellow")
+        for each in warned:
+            Screen(stderr=True).warning(str(each))
         screen = Screen()
         screen.line(f"Written: {out}, plan {plan.name} with {counted(len(plan.rules), 'rule')}")
         if isinstance(made, _Made):
@@ -68,7 +69,8 @@ def _sound(config: Path, overrides: Sequence[str]) -> tuple[RunConfig, Sequence[
     found = findings_of(read_config(config, overrides))
     if found.faults:
         raise ConfigError(found.faults, str(config))
-    return run, found.warnings
+    # The figures of the plan are those on the hardware, with a budget or without.
+    return run, [each for each in found.warnings if each.path != "hardware"]
 
 
 @dataclass(frozen=True)

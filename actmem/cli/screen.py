@@ -31,6 +31,10 @@ class Screen:
         """One line of text; where it is too long for the terminal, the terminal breaks it."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
+    def warning(self, text: str) -> None:
+        """What does not stop a command."""
+        self.line(f"warning: {text}", style="yellow")
+
     def facts(self, facts: Mapping[str, str]) -> None:
         """Names and values in two columns."""
         table = Table.grid(padding=(0, 2))

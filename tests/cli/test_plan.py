@@ -178,6 +178,16 @@ def test_what_check_warns_of_is_said(config: Path, capfd: pytest.CaptureFixture[
     result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "plan.yaml", "--json"], catch_exceptions=False)
     (warning,) = json.loads(result.stdout)["warnings"]
     assert "matches no module and no op" in warning["problem"]
+    result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "plan.yaml"], catch_exceptions=False)
+    assert result.stderr.startswith("warning: line ")
+
+
+def test_hardware_counts_without_a_budget(config: Path) -> None:
+    config.write_text(HEAD + "policy: full\nhardware: h100-sxm\n")
+    result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "plan.yaml", "--json"], catch_exceptions=False)
+    told = json.loads(result.stdout)
+    assert told["warnings"] == []
+    assert told["hardware"].startswith("h100-sxm")
 
 
 def test_a_plan_is_not_written_over_its_configuration(config: Path) -> None:
