@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from actmem.cli.lifeline import end_with_launcher
 from actmem.cli.screen import Screen, print_json
+from actmem.cli.told_once import is_first_rank
 from actmem.config.loading import load_config
 from actmem.units import format_bytes
 
@@ -52,7 +52,7 @@ def train(
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would break into ours
     result = run_training(run, progress=not no_progress)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         if as_json:
             print_json(asdict(result))
         else:

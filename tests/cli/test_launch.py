@@ -17,6 +17,7 @@ import pytest
 import yaml
 from process_groups import free_ports
 
+from actmem.cli import main
 from actmem.training.metrics import StepRecord, read_metrics
 from actmem.training.run_directory import RunDirectory
 
@@ -201,6 +202,7 @@ def test_a_signal_to_all_saves_and_stops(config: Path, undisturbed: Callable[[st
     wait_for_step(output, 3, run)
     run.send_signal(signal.SIGTERM)
     said, _ = run.communicate(timeout=60)
+    assert said.count("Stopping after this step") == 1
     done = max(losses(output))
     assert done < STEPS, said
     assert run.returncode == 128 + signal.SIGTERM, said
@@ -259,6 +261,27 @@ def test_under_torchrun_the_first_rank_speaks_for_all(config: Path, tmp_path: Pa
     said, _ = run.communicate(timeout=60)
     assert run.returncode != 0
     assert said.count("'nothing-here.txt' matches no file") == 1
+
+
+def test_under_torchrun_a_fault_in_the_configuration_is_told_once(config: Path, tmp_path: Path) -> None:
+    run = start_doomed(config, tmp_path / "out", "0 forward 999 0", "train.stepz=3")
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert said.count("is not a key of train") == 1
+
+
+def test_a_process_whose_first_has_nothing_to_say_speaks_for_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("actmem.cli.told_once.time.sleep", slept.append)
+    monkeypatch.setattr(sys, "argv", ["actmem", "train", "nothing-here.yaml"])
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit):
+            main.run()
+        assert "does not exist" in capsys.readouterr().err
+    assert len(slept) == 1
 
 
 def test_another_number_of_processes_is_told_before_any_is_started(config: Path, tmp_path: Path) -> None:
