@@ -288,7 +288,9 @@ def test_another_number_of_processes_is_told_before_any_is_started(config: Path,
     run = start(config, tmp_path, "parallel.pp_size=1")
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 2
-    assert "is for 1 processes, and 2 run" in " ".join(said.split())
+    assert "is for 1 process, and 2 run" in (told := " ".join(said.split()))
+    assert "parallel.dp_shard_size: 2, which shares the parameters out" in told
+    assert "parallel.dp_replicate_size: 2, which copies them" in told
     assert not any(tmp_path.iterdir())
 
 

@@ -149,7 +149,7 @@ def test_a_plan_is_for_one_layout(config: Path) -> None:
         config.write_text(dense + f"parallel: {{tp_size: {size}}}\nplan: tp.yaml\n")
         found = CliRunner().invoke(main.app, ["check", str(config)])
         assert found.exit_code == code, found.output
-    assert "layout: plan tp 2, model None" in found.output
+    assert "layout: plan tp 2, here whole layers in each process" in found.output
 
 
 NOTHING = "recompute: {mode: select, select_module: {'.*mlp': [0-3], '.*nothing': [0-3]}}\n"
