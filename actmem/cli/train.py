@@ -41,9 +41,10 @@ def train(
     if num_processes > 1:
         from actmem.cli.launch import launch
         from actmem.parallel.world import refuse_other_number
+        from actmem.training.run_directory import RunDirectory
 
         refuse_other_number(run, num_processes)
-        raise typer.Exit(launch(num_processes, sys.argv[1:]))
+        raise typer.Exit(launch(num_processes, sys.argv[1:], RunDirectory(run.train.output_dir)))
     from transformers.utils import logging
 
     from actmem.training.trainer import train as run_training

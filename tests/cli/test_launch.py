@@ -138,11 +138,24 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds t
 def test_a_killed_rank_is_named_and_ends_the_others(config: Path) -> None:
     output = config.parent / "killed"
     run = start(config, output)
-    wait_for_step(output, 2, run)
+    wait_for_step(output, 3, run)  # the checkpoint of step 2 is written by then
     os.kill(ranks_of(run)[1], signal.SIGKILL)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGKILL, said
     assert "rank 1 ended first, by SIGKILL" in said
+    assert "run again to go on from the last checkpoint" in said
+
+
+@LINUX
+def test_without_a_checkpoint_a_killed_run_starts_again(config: Path) -> None:
+    output = config.parent / "killed-early"
+    run = start(config, output, "train.checkpoint_every=0", "train.steps=2000")
+    wait_for_step(output, 1, run)
+    os.kill(ranks_of(run)[1], signal.SIGKILL)
+    said, _ = run.communicate(timeout=60)
+    assert "rank 1 ended first, by SIGKILL" in said
+    assert "there is no checkpoint yet, so a new run starts from the beginning" in said
+    assert "last checkpoint" not in said
 
 
 def test_ranks_save_and_stop_when_what_started_them_is_killed(config: Path) -> None:

@@ -115,8 +115,8 @@ def test_a_plan_as_json(config: Path) -> None:
     [
         ("policy: torch-full", "plan.yaml", "torch's own way"),
         ("policy: ful", "plan.yaml", "nearest: full"),
-        ("policy: full", "no/such/plan.yaml", "cannot write the plan to no/such/plan.yaml"),
-        ("policy: full", ".", "cannot write the plan to ."),
+        ("policy: full", "no/such/plan.yaml", "write the plan to no/such/plan.yaml: there is no folder no/such;"),
+        ("policy: full", ".", "cannot write the plan to .: it is a directory;"),
     ],
 )
 def test_what_cannot_be_written_is_an_error_without_a_traceback(
