@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actmem.errors import ActmemError, ConfigError, Fault
+from actmem.reporting.dotted_path import DottedPath
 
 _PLAIN_WIDTH = 160  # columns when no terminal says how many it has, as in a log
 _ANY_WIDTH = 10_000  # for a table there, which is to be searched and cut and not to be looked at alone
@@ -62,7 +63,7 @@ class Screen:
         table.add_column(no_wrap=True)
         for fault in faults:
             where = "" if fault.line is None else f"line {fault.line}"
-            table.add_row(where, Text(fault.path, style="bold", overflow="fold"), _explained(fault, style))
+            table.add_row(where, DottedPath(fault.path, style="bold"), _explained(fault, style))
         self._console.print(table)
 
     def error(self, error: ActmemError) -> None:
