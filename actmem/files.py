@@ -26,8 +26,7 @@ def replace_file(path: str | Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     target = path.resolve()
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".actmem-", suffix=".partial")
-    partial = Path(name)
+    descriptor, partial = _open_beside(target)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as stream:
             stream.write(text)
@@ -37,6 +36,15 @@ def replace_file(path: str | Path, text: str) -> None:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _open_beside(target: Path) -> tuple[int, Path]:
+    """A new file in the folder of `target`, open; what keeps it from being made is told of `target`."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".actmem-", suffix=".partial")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from error
+    return descriptor, Path(name)
 
 
 def read_json(path: str | Path, name: str, read: Callable[[Mapping[str, Any]], Noun]) -> Noun:

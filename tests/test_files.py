@@ -35,6 +35,12 @@ def test_nothing_is_left_beside_a_file(tmp_path: Path) -> None:
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("a", "new")]
 
 
+def test_a_missing_folder_is_told_by_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        replace_file(tmp_path / "no" / "file", "text")
+    assert caught.value.filename == str(tmp_path / "no" / "file")
+
+
 def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     replace_file(file, "old")

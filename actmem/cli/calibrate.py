@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from actmem.cli.bench import model_and_batch, setting_of
+from actmem.cli.output import why_unwritable
 from actmem.cli.planned import load_run
 from actmem.cli.progress import progress
 from actmem.cli.screen import Screen, print_json
@@ -51,14 +51,7 @@ def _refuse_unwritable(out: Path) -> None:
     """Before a minute of measuring, not after."""
     from actmem.hardware.saving import write_fault
 
-    reason = None
-    if out.is_dir():
-        reason = "it is a directory"
-    elif not out.parent.is_dir():
-        reason = f"there is no folder {out.parent}"
-    elif not os.access(out.parent, os.W_OK):
-        reason = f"the folder {out.parent} is not yours to write"
-    if reason is not None:
+    if reason := why_unwritable(out):
         raise HardwareError([write_fault(out, reason)], str(out))
 
 
@@ -75,7 +68,7 @@ def calibrated(run: RunConfig | None) -> Hardware:
         doubts: list[str] = []
         hardware = calibrate(device, directory, step, on_stage, doubts.append)
     for doubt in doubts:
-        Screen(stderr=True).line(f"warning: {doubt}", style="yellow")
+        Screen(stderr=True).warning(doubt)
     return hardware
 
 

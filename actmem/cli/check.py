@@ -52,7 +52,7 @@ def _show_findings(config: Path, found: Findings) -> None:
         if found.matches:
             screen.table(match_table(found.matches))
         if found.effect is not None:
-            screen.table(effect_table(found.effect))
+            screen.table(effect_table(found.effect, is_pipeline=found.run.parallel.pp_size > 1))
 
 
 def _print_findings(config: Path, found: Findings) -> None:
@@ -75,16 +75,23 @@ def _plain(fault: Fault) -> dict[str, object]:
 def summary(run: RunConfig) -> dict[str, str]:
     """A sound configuration in a few lines: name and value of each."""
     train, data = run.train, run.data
-    sequences = train.micro_batch_size * train.grad_accumulation
-    batch = f"{sequences} x {data.sequence_length} = {sequences * data.sequence_length} tokens"
     return {
         "model": f"{_model_name(run.model)}, {run.model.dtype}",
         "data": ", ".join(data.path),
-        "steps": f"{train.steps} of {batch} a process",
+        "steps": f"{train.steps} of {_step_tokens(run)}",
         **({"layout": _layout(run.parallel)} if run.parallel.world_size > 1 else {}),
         "plan": _plan_name(run),
         "output": str(train.output_dir),
     }
+
+
+def _step_tokens(run: RunConfig) -> str:
+    """Of all ranks together; those of a pipeline, and of tensor parallel, have the same tokens."""
+    train, parallel, length = run.train, run.parallel, run.data.sequence_length
+    own, readers = train.micro_batch_size * train.grad_accumulation, parallel.dp_replicate_size * parallel.dp_shard_size
+    factors = [readers, own, length] if readers > 1 else [own, length]
+    in_all = " in all" if parallel.world_size > 1 else ""
+    return f"{' x '.join(map(str, factors))} = {readers * own * length} tokens{in_all}"
 
 
 def step_setting(run: RunConfig) -> str:
@@ -103,7 +110,13 @@ def _layout(parallel: ParallelConfig) -> str:
     }
     sizes = " x ".join(words for words, size in parts.items() if size > 1)
     experts = f"; experts over {parallel.ep_size}" if parallel.ep_size > 1 else ""
-    return f"{parallel.world_size} ranks: {sizes}{experts}; bytes are those of one rank"
+    return f"{parallel.world_size} ranks: {sizes}{experts}; {_whose_bytes(parallel)}"
+
+
+def _whose_bytes(parallel: ParallelConfig) -> str:
+    if parallel.pp_size == 1:
+        return "bytes are those of one rank"
+    return f"bytes of a layer are those of a rank that runs it, for one of {parallel.pp_microbatches} micro-batches"
 
 
 def _plan_name(run: RunConfig) -> str:

@@ -22,7 +22,7 @@ from actmem.cli.fit import fit
 from actmem.cli.pareto import pareto
 from actmem.cli.plan import plan
 from actmem.cli.screen import Screen, print_json
-from actmem.cli.told_once import is_news
+from actmem.cli.told_once import is_first_rank, is_news, wait_for_first
 from actmem.cli.train import train
 from actmem.errors import ActmemError, ConfigError
 
@@ -64,23 +64,32 @@ def _main(
 
 def run() -> None:
     """Entry point. Exit code 2 for an `ActmemError`, which ``--json`` has on standard output as well, or wrong usage;
-    130 after Ctrl-C."""
+    130 after Ctrl-C, which is told in one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file name need not fit the terminal's encoding
     warnings.showwarning = _show_warning
     try:
+        _run_app()
+    except BaseException as error:
+        if not _is_interrupt(error):
+            raise
+        if is_first_rank():
+            Screen(stderr=True).line("Stopped.")
+        sys.exit(130)
+
+
+def _run_app() -> None:
+    try:
         app(prog_name="actmem")
     except ActmemError as error:
+        if isinstance(error, ConfigError):  # all processes read one configuration
+            wait_for_first()
         if not error.is_repeated and is_news(str(error)):
             if "--json" in sys.argv[1:]:
                 print_json(_as_data(error))
             Screen(stderr=True).error(error)
         sys.exit(2)
-    except BaseException as error:
-        if not _is_interrupt(error):
-            raise
-        sys.exit(130)
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
@@ -97,7 +106,7 @@ def _show_warning(
 ) -> None:
     """In words alone: where in our code it comes from says nothing to whoever runs a command."""
     if is_news(str(message)):
-        Screen(stderr=True).line(f"warning: {message}", style="yellow")
+        Screen(stderr=True).warning(str(message))
 
 
 def _as_data(error: ActmemError) -> dict[str, object]:

@@ -1,7 +1,8 @@
-"""Folders that commands write to: made before the work begins, and what goes wrong with them in words."""
+"""Folders and files that commands write to: made before the work begins, and what goes wrong with them in words."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,18 @@ def make_directory(out: Path, files: Iterable[str]) -> None:
     for path in (out / name for name in files):
         if path.is_dir():
             raise ActmemError(f"cannot write to {path}: it is a directory; name a folder without it")
+
+
+def why_unwritable(file: Path) -> str | None:
+    """Why no file can be written there, as far as it can be known before; what is no plain file, such as
+    ``/dev/stdout``, can."""
+    if file.is_dir():
+        return "it is a directory"
+    if not file.parent.is_dir():
+        return f"there is no folder {file.parent}"
+    if not os.access(file if file.exists() and not file.is_file() else file.parent, os.W_OK):
+        return f"the folder {file.parent} is not yours to write"
+    return None
 
 
 @contextmanager

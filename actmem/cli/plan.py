@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmem.cli.findings import findings_of
+from actmem.cli.output import why_unwritable
 from actmem.cli.planned import load_run, refuse_yardsticks, rules_of
 from actmem.cli.screen import Screen, counted, print_json
 from actmem.config.loading import read_config
@@ -42,21 +43,28 @@ def plan(
     refuse_yardsticks(run)
     if out.exists() and out.samefile(config):
         raise PlanError(f"the plan would be written over {config} itself; give another file with -o")
+    if reason := why_unwritable(out):  # before minutes of planning, not after
+        raise _unwritable(out, reason)
     made = _made_or_written(run)
     plan = made.plan if isinstance(made, _Made) else made
     try:
         plan.save(out)
     except OSError as error:
-        raise PlanError(f"cannot write the plan to {out}: {error}; name a file in a folder that exists") from error
+        raise _unwritable(out, error.strerror or str(error)) from error
     if as_json:
         told = made.to_dict() if isinstance(made, _Made) else _named(plan)
         print_json({"written": out, **told, "warnings": [asdict(each) for each in warned]})
     else:
-        Screen(stderr=True).faults(warned, style="yellow")
+        for each in warned:
+            Screen(stderr=True).warning(str(each))
         screen = Screen()
         screen.line(f"Written: {out}, plan {plan.name} with {counted(len(plan.rules), 'rule')}")
         if isinstance(made, _Made):
             screen.facts(made.facts())
+
+
+def _unwritable(out: Path, reason: str) -> PlanError:
+    return PlanError(f"cannot write the plan to {out}: {reason}; name a file in a folder that exists")
 
 
 def _sound(config: Path, overrides: Sequence[str]) -> tuple[RunConfig, Sequence[Fault]]:
@@ -68,7 +76,8 @@ def _sound(config: Path, overrides: Sequence[str]) -> tuple[RunConfig, Sequence[
     found = findings_of(read_config(config, overrides))
     if found.faults:
         raise ConfigError(found.faults, str(config))
-    return run, found.warnings
+    # The figures of the plan are those on the hardware, with a budget or without.
+    return run, [each for each in found.warnings if each.path != "hardware"]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actmem.errors import ActmemError, ConfigError, Fault
+from actmem.reporting.dotted_path import DottedPath
 
 _PLAIN_WIDTH = 160  # columns when no terminal says how many it has, as in a log
 _ANY_WIDTH = 10_000  # for a table there, which is to be searched and cut and not to be looked at alone
@@ -30,6 +31,10 @@ class Screen:
     def line(self, text: str, style: str = "") -> None:
         """One line of text; where it is too long for the terminal, the terminal breaks it."""
         self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def warning(self, text: str) -> None:
+        """What does not stop a command."""
+        self.line(f"warning: {text}", style="yellow")
 
     def facts(self, facts: Mapping[str, str]) -> None:
         """Names and values in two columns."""
@@ -58,7 +63,7 @@ class Screen:
         table.add_column(no_wrap=True)
         for fault in faults:
             where = "" if fault.line is None else f"line {fault.line}"
-            table.add_row(where, Text(fault.path, style="bold", overflow="fold"), _explained(fault, style))
+            table.add_row(where, DottedPath(fault.path, style="bold"), _explained(fault, style))
         self._console.print(table)
 
     def error(self, error: ActmemError) -> None:

@@ -1,15 +1,17 @@
-"""What several processes that were started here have to say, said once where all of them would say the same."""
+"""What several processes of a run have to say, said once where all of them would say the same."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 _PLACE = "ACTMEM_TOLD_DIRECTORY"
+_PATIENCE_S = 10.0
 
 
 @contextmanager
@@ -35,3 +37,15 @@ def is_news(message: str) -> bool:
     except FileNotFoundError:  # whoever started this process has ended
         return True
     return True
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for a run: the first of several, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def wait_for_first() -> None:
+    """Give the first process on this machine time to say the same. Its end ends this one, who returns where it had
+    nothing to say."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_PATIENCE_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from actmem.cli.lifeline import end_with_launcher
 from actmem.cli.screen import Screen, print_json
+from actmem.cli.told_once import is_first_rank
 from actmem.config.loading import load_config
 from actmem.units import format_bytes
 
@@ -41,9 +41,10 @@ def train(
     if num_processes > 1:
         from actmem.cli.launch import launch
         from actmem.parallel.world import refuse_other_number
+        from actmem.training.run_directory import RunDirectory
 
         refuse_other_number(run, num_processes)
-        raise typer.Exit(launch(num_processes, sys.argv[1:]))
+        raise typer.Exit(launch(num_processes, sys.argv[1:], RunDirectory(run.train.output_dir)))
     from transformers.utils import logging
 
     from actmem.training.trainer import train as run_training
@@ -52,7 +53,7 @@ def train(
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would break into ours
     result = run_training(run, progress=not no_progress)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         if as_json:
             print_json(asdict(result))
         else:

@@ -36,7 +36,7 @@ class Fingerprint:
         for name in ("model", "dtypes", "inputs", "autocast", "layout"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                found.append(f"{name}: plan {_plain(mine)}, model {_plain(theirs)}")
+                found.append(f"{name}: plan {_plain(name, mine)}, here {_plain(name, theirs)}")
         return found
 
     def refuse_other_inputs(self, plan: str, inputs: tuple[str, ...], autocast: str | None) -> None:
@@ -56,7 +56,12 @@ class Fingerprint:
         return cls(model=data["model"], autocast=data["autocast"], layout=data.get("layout"), **lists)
 
 
-def _plain(value: object) -> str:
+_ABSENT = {"autocast": "off", "layout": "whole layers in each process"}
+
+
+def _plain(name: str, value: object) -> str:
+    if value is None:
+        return _ABSENT[name]
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

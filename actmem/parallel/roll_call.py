@@ -92,8 +92,8 @@ def called(rank: int, size: int) -> Iterator[None]:
                 raise
             raise RankError(
                 f"an operation between processes came to no end ({first_line(error)}):\n{call.ask(error)}\n"
-                "  run again to go on from the last checkpoint; where something takes longer, such as a step or the "
-                "search for a plan, raise parallel.timeout_seconds"
+                "  run again to go on from the last checkpoint, or from the beginning where there is none; where "
+                "something takes longer, such as a step or the search for a plan, raise parallel.timeout_seconds"
             ) from error
 
 

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from actmem.config.schema import RunConfig
+from actmem.config.schema import ParallelConfig, RunConfig
+from actmem.config.shown import shown
 from actmem.errors import ActmemError, ConfigError, Fault, LayoutError, RankError
 from actmem.parallel.mesh import Mesh, build_mesh
 from actmem.parallel.roll_call import called, first_line
@@ -164,12 +165,35 @@ def refuse_differences(mine: dict[str, str]) -> None:
 
 
 def _wrong_number(config: RunConfig, size: int) -> Fault:
-    sizes = config.parallel
+    sizes, own = config.parallel, config.parallel.world_size
     named = ("dp_replicate_size", "dp_shard_size", "tp_size", "pp_size")
-    product = " x ".join(f"{name} {value}" for name in named if (value := getattr(sizes, name)) > 1)
-    problem = f"is for {f'{product} =' if product else ''} {sizes.world_size} processes, and {size} run"
-    allowed = f"as many as it says: actmem train --nproc {sizes.world_size} CONFIG, or torchrun; or other sizes"
-    return Fault("parallel", problem.replace("  ", " "), allowed=allowed)
+    product = " x ".join(f"{name} {shown(value)}" for name in named if (value := getattr(sizes, name)) > 1)
+    problem = (
+        f"is for {f'{product} = ' if product else ''}{_processes(own)}, and {size} {'runs' if size == 1 else 'run'}"
+    )
+    return Fault("parallel", problem, allowed=f"{_start(own)}; or {_sizes_for(sizes, size)}")
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{shown(number)} processes"
+
+
+def _start(number: int) -> str:
+    """How that many processes are started."""
+    alone = "one process, as actmem train CONFIG starts"
+    return alone if number == 1 else f"as many as it says: actmem train CONFIG --nproc {shown(number)}, or torchrun"
+
+
+def _sizes_for(sizes: ParallelConfig, number: int) -> str:
+    """What to set for that many processes."""
+    more, rest = divmod(number, sizes.world_size)
+    if rest:
+        return f"sizes whose product is {number}"
+    shards, copies = sizes.dp_shard_size * more, sizes.dp_replicate_size * more
+    return (
+        f"for {_processes(number)} parallel.dp_shard_size: {shown(shards)}, which shares the parameters out, or "
+        f"parallel.dp_replicate_size: {shown(copies)}, which copies them"
+    )
 
 
 def _own_device(device: torch.device) -> torch.device:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from actmem.config.layers import to_ranges
 from actmem.planning.matching import Match
+from actmem.reporting.dotted_path import DottedPath
 from actmem.reporting.effect import Effect
 from actmem.reporting.tables import NOTHING, plain_table
 
@@ -19,24 +20,28 @@ _HEADS = ("without a plan\nbytes a layer", "saved\nbytes", "recomputed\nbytes", 
 
 def match_table(matches: Sequence[Match]) -> Table:
     """One line a pattern and thing it names, with the layers; and the layers in which it names nothing."""
-    table = plain_table("setting", (), ("pattern", "matches", "in layers", "not in layers"))
+    table = plain_table("setting", (), ("pattern", "matches", "in\nlayers", "not in\nlayers"))
+    for column in table.columns:  # where a terminal is narrow, nothing is cut off
+        column.no_wrap, column.overflow, column.vertical = False, "fold", "top"
+    table.columns[0].min_width = max((DottedPath(match.setting).widest_part for match in matches), default=0)
     for match in matches:
-        missed = _layers(match.missed)
+        setting, missed = DottedPath(match.setting), _layers(match.missed)
         if not match.hits:
-            table.add_row(match.setting, Text(match.pattern), NOTHING, NOTHING, missed, style="yellow")
+            table.add_row(setting, Text(match.pattern), NOTHING, NOTHING, missed, style="yellow")
             continue
         for names, layers in _by_layers(match):
             shown = ", ".join(names[:_NUM_SHOWN]) + (f" and {len(names) - _NUM_SHOWN} more" if names[3:] else "")
-            table.add_row(match.setting, Text(match.pattern), shown, _layers(layers), missed)
+            table.add_row(setting, Text(match.pattern), shown, _layers(layers), missed)
     return table
 
 
-def effect_table(effect: Effect) -> Table:
-    """One line for all layers that fare alike, and the total of all layers below."""
+def effect_table(effect: Effect, *, is_pipeline: bool = False) -> Table:
+    """One line for all layers that fare alike, and the total of all layers below, wherever they run."""
     table = plain_table("layers", _HEADS, ("kind",), footer=True)
     for group in effect.groups:
         table.add_row(_layers(group.layers), *(_bytes(getattr(group, name)) for name in _BYTES), group.kind)
-    totals = ("total", *(_bytes(effect.total(name)) for name in _BYTES), "all layers together")
+    of_what = "all layers, those of all stages" if is_pipeline else "all layers together"
+    totals = ("total", *(_bytes(effect.total(name)) for name in _BYTES), of_what)
     for column, text in zip(table.columns, totals, strict=True):
         column.footer = Text(text)
     return table

@@ -16,6 +16,7 @@ from actmem.units import format_bytes
 
 _SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _NOTICED_SECONDS = 1e-5
+_FACE = "face"  # as `actmem.runtime.learning` names the op between two faces of a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,15 @@ def _explain_group(
         inputs = len(rows) - len(graph.ops)
         prices = [pricer.price(layers[0], op) for op in range(len(graph.ops))]
         rows = (*rows[:inputs], *with_prices(rows[inputs:], prices))
-    return Explanation(kind, layers, source.name, rows, idle)
+    return Explanation(kind, layers, source.name, tuple(_without_faces(graph, rows)), idle)
+
+
+def _without_faces(graph: RegionGraph, rows: Sequence[OpRow]) -> Iterator[OpRow]:
+    """Rows but those of ops that wrap a tensor of another row, or unwrap it, as `DTensor` does: they have that row's
+    path, and no bytes."""
+    inputs = len(rows) - len(graph.ops)
+    yield from rows[:inputs]
+    yield from (row for row, op in zip(rows[inputs:], graph.ops, strict=True) if op.name != _FACE)
 
 
 def explain(fates: Fates) -> tuple[OpRow, ...]:

@@ -115,7 +115,14 @@ def plain_table(first: str, numbers: tuple[str, ...], texts: tuple[str, ...], *,
     for head in numbers:
         table.add_column(head, justify="right", no_wrap=True, min_width=len(head.split("\n")[-1]), vertical="bottom")
     for head in texts:
-        table.add_column(head, no_wrap=head != texts[-1], min_width=max(map(len, head.split())), vertical="bottom")
+        gives_way = head == texts[-1]
+        table.add_column(
+            head,
+            no_wrap=not gives_way,
+            overflow="fold" if gives_way else "ellipsis",
+            min_width=max(map(len, head.split())),
+            vertical="bottom",
+        )
     return table
 
 

@@ -24,6 +24,11 @@ class RunDirectory:
         self.checkpoints = root / "checkpoints"
         self.model = root / "model"
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a run can go on from here."""
+        return any(self.checkpoints.glob("step-*[0-9]"))
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the directory, made if need be, for one run; the kernel lets go of it when the process ends. The lock's

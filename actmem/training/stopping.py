@@ -17,11 +17,12 @@ class StopRequest:
 
     From then on a second one does what it did before, and stops the process where it was ignored before (as in the
     background of a script). When the block ends all handlers are as they were. Outside the main thread, where Python
-    allows no handlers, nothing is caught.
+    allows no handlers, nothing is caught. `is_told`: the first signal is answered on standard error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_told: bool = True) -> None:
         self.signal_number: int | None = None
+        self._is_told = is_told
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -42,7 +43,8 @@ class StopRequest:
         self.signal_number = number
         for each, handler in self._previous.items():
             signal.signal(each, _stopping(each) if handler in (signal.SIG_IGN, None) else handler)
-        os.write(2, _NOTICE)  # print may be what the signal interrupted
+        if self._is_told:
+            os.write(2, _NOTICE)  # print may be what the signal interrupted
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

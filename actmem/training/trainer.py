@@ -86,11 +86,11 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
     """
     refuse_other_platforms(config)
     refuse_clashing_sections(config)
-    for idle in idle_sections(config):
-        warnings.warn(str(idle), NoEffectWarning, stacklevel=2)
     directory = RunDirectory(config.train.output_dir)
     with ExitStack() as stack:
         world = stack.enter_context(join(config, choose_device(config.train.device)))
+        for idle in idle_sections(config) if world.is_first else ():
+            warnings.warn(str(idle), NoEffectWarning, stacklevel=2)
         world.from_first(lambda: _enter(stack, directory))
         _refuse_separate(world, directory)
         shown = stack.enter_context(
@@ -99,7 +99,7 @@ def train(config: RunConfig, *, progress: bool = True) -> TrainResult:
         trainer = _Trainer(config, world, directory, shown)
         stack.callback(trainer.laid_out.applied.remove)
         trainer.resume()
-        stop = stack.enter_context(StopRequest())
+        stop = stack.enter_context(StopRequest(is_told=world.is_first))
         trainer.run(stop)
         trainer.laid_out.applied.remove()
         return trainer.finish(stop)

@@ -49,10 +49,34 @@ def test_a_sound_configuration_is_summed_up(config: Path) -> None:
         f"{config}: no faults",
         "model   qwen3-tiny, float32",
         "data    a.txt",
-        "steps   100 of 4 x 1024 = 4096 tokens a process",
+        "steps   100 of 4 x 1024 = 4096 tokens",
         "plan    policy full",
         "output  runs/actmem",
     ]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "tokens", "words"),
+    [
+        ("{dp_shard_size: 2}", "2 x 8 x 64 = 1024 tokens in all", "bytes are those of one rank"),
+        ("{tp_size: 2, dp_replicate_size: 3}", "3 x 8 x 64 = 1536 tokens in all", "bytes are those of one rank"),
+        (
+            "{pp_size: 2, pp_microbatches: 4}",
+            "8 x 64 = 512 tokens in all",
+            "bytes of a layer are those of a rank that runs it, for one of 4 micro-batches",
+        ),
+    ],
+)
+def test_the_tokens_of_all_ranks_are_told_and_whose_the_bytes_are(
+    config: Path, parallel: str, tokens: str, words: str
+) -> None:
+    untied = SOUND.replace("qwen3-tiny", "qwen3-tiny, config: {tie_word_embeddings: false}")
+    config.write_text(untied + f"parallel: {parallel}\npolicy: full\n")
+    code, output = check(config, "train.micro_batch_size=8", "data.sequence_length=64")
+    assert code == 0
+    assert f"steps   100 of {tokens}" in lines(output)
+    assert words in output
+    assert ("all layers, those of all stages" in output) == ("pp_size" in parallel)
 
 
 def test_faults_are_aligned_under_their_file(config: Path) -> None:
@@ -142,7 +166,10 @@ def test_ctrl_c_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
     monkeypatch.setattr("actmem.cli.check.read_config", interrupt)
     assert run_with(["check", "x.yaml"], monkeypatch) == 130
-    assert "Traceback" not in capsys.readouterr().err
+    assert capsys.readouterr().err.strip() == "Stopped."
+    monkeypatch.setenv("RANK", "1")
+    assert run_with(["check", "x.yaml"], monkeypatch) == 130
+    assert capsys.readouterr().err.strip() == ""
 
 
 def test_so_does_what_a_library_makes_of_ctrl_c(

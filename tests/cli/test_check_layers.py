@@ -326,7 +326,7 @@ def test_each_of_two_entries_with_one_pattern_overlaps_in_its_place(config: Path
 
 @pytest.mark.parametrize(
     ("other", "field"),
-    [("data.sequence_length=24", "inputs: plan 0: "), ("train.autocast=bfloat16", "autocast: plan None")],
+    [("data.sequence_length=24", "inputs: plan 0: "), ("train.autocast=bfloat16", "autocast: plan off, here bfloat16")],
 )
 def test_a_plan_for_other_inputs_is_refused_as_a_run_refuses_it(config: Path, other: str, field: str) -> None:
     config.write_text(CONFIG + "policy: selective\n")

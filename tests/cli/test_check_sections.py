@@ -48,6 +48,23 @@ def found(path: Path, text: str | None = None, *arguments: str) -> tuple[int, di
     return code, json.loads(output)
 
 
+@pytest.mark.parametrize("width", [80, 100, 150])
+def test_narrow_tables_break_paths_at_dots_and_cut_nothing_off(
+    config: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, output = check(
+        config,
+        r"recompute: {mode: select, select_module: {'self_attn\.(q|k|v)_proj': [0-1]}}" + "\n"
+        "swap: {enable: true, op_swap: [{op_name: 'input_layernorm', layers: [0, 2]}]}",
+    )
+    table = output[output.index("setting") :]
+    assert all(len(line) <= width for line in table.splitlines())
+    assert "…" not in table
+    for whole in ("recompute.", "select_module", "swap.", "op_swap", "self_attn.k_proj", "input_layernorm", "0, 2"):
+        assert whole in table
+
+
 def test_each_pattern_is_told_with_what_it_names_where_and_what_it_misses(config: Path) -> None:
     code, output = check(
         config, r"recompute: {mode: select, select_module: {'.*\.up_proj': [1-2], mlp: [3]}, exclude_op: [sdpa]}"

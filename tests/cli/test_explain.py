@@ -31,6 +31,18 @@ def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *
     return " ".join(capsys.readouterr().err.split())
 
 
+def test_no_op_is_told_twice_where_tensors_are_spread(config: Path) -> None:
+    config.write_text(CONFIG.replace("{name: qwen3-moe-tiny, config: {mlp_only_layers: [2]}}", "{name: qwen3-tiny}"))
+    code, output = run(config, "parallel.tp_size=2", "--json")
+    (layers,) = json.loads(output)
+    paths = [row["path"] for row in layers["rows"] if row["path"] != "input"]
+    assert code == 0
+    assert "self_attn.q_proj._unsafe_view" in paths
+    assert len(paths) == len(set(paths))
+    held = [row["held_bytes"] for row in layers["rows"]]
+    assert sum(held) == layers["total"]["held_bytes"] > 0
+
+
 def test_one_table_for_each_kind_of_layer(config: Path) -> None:
     code, output = run(config)
     lines = [line.rstrip() for line in output.splitlines()]

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from process_groups import free_ports
 
+from actmem.cli import main
 from actmem.training.metrics import StepRecord, read_metrics
 from actmem.training.run_directory import RunDirectory
 
@@ -137,11 +138,24 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds t
 def test_a_killed_rank_is_named_and_ends_the_others(config: Path) -> None:
     output = config.parent / "killed"
     run = start(config, output)
-    wait_for_step(output, 2, run)
+    wait_for_step(output, 3, run)  # the checkpoint of step 2 is written by then
     os.kill(ranks_of(run)[1], signal.SIGKILL)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGKILL, said
     assert "rank 1 ended first, by SIGKILL" in said
+    assert "run again to go on from the last checkpoint" in said
+
+
+@LINUX
+def test_without_a_checkpoint_a_killed_run_starts_again(config: Path) -> None:
+    output = config.parent / "killed-early"
+    run = start(config, output, "train.checkpoint_every=0", "train.steps=2000")
+    wait_for_step(output, 1, run)
+    os.kill(ranks_of(run)[1], signal.SIGKILL)
+    said, _ = run.communicate(timeout=60)
+    assert "rank 1 ended first, by SIGKILL" in said
+    assert "there is no checkpoint yet, so a new run starts from the beginning" in said
+    assert "last checkpoint" not in said
 
 
 def test_ranks_save_and_stop_when_what_started_them_is_killed(config: Path) -> None:
@@ -201,6 +215,7 @@ def test_a_signal_to_all_saves_and_stops(config: Path, undisturbed: Callable[[st
     wait_for_step(output, 3, run)
     run.send_signal(signal.SIGTERM)
     said, _ = run.communicate(timeout=60)
+    assert said.count("Stopping after this step") == 1
     done = max(losses(output))
     assert done < STEPS, said
     assert run.returncode == 128 + signal.SIGTERM, said
@@ -261,11 +276,34 @@ def test_under_torchrun_the_first_rank_speaks_for_all(config: Path, tmp_path: Pa
     assert said.count("'nothing-here.txt' matches no file") == 1
 
 
+def test_under_torchrun_a_fault_in_the_configuration_is_told_once(config: Path, tmp_path: Path) -> None:
+    run = start_doomed(config, tmp_path / "out", "0 forward 999 0", "train.stepz=3")
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert said.count("is not a key of train") == 1
+
+
+def test_a_process_whose_first_has_nothing_to_say_speaks_for_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("actmem.cli.told_once.time.sleep", slept.append)
+    monkeypatch.setattr(sys, "argv", ["actmem", "train", "nothing-here.yaml"])
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit):
+            main.run()
+        assert "does not exist" in capsys.readouterr().err
+    assert len(slept) == 1
+
+
 def test_another_number_of_processes_is_told_before_any_is_started(config: Path, tmp_path: Path) -> None:
     run = start(config, tmp_path, "parallel.pp_size=1")
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 2
-    assert "is for 1 processes, and 2 run" in " ".join(said.split())
+    assert "is for 1 process, and 2 run" in (told := " ".join(said.split()))
+    assert "parallel.dp_shard_size: 2, which shares the parameters out" in told
+    assert "parallel.dp_replicate_size: 2, which copies them" in told
     assert not any(tmp_path.iterdir())
 
 

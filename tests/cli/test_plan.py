@@ -115,8 +115,8 @@ def test_a_plan_as_json(config: Path) -> None:
     [
         ("policy: torch-full", "plan.yaml", "torch's own way"),
         ("policy: ful", "plan.yaml", "nearest: full"),
-        ("policy: full", "no/such/plan.yaml", "cannot write the plan to no/such/plan.yaml"),
-        ("policy: full", ".", "cannot write the plan to ."),
+        ("policy: full", "no/such/plan.yaml", "write the plan to no/such/plan.yaml: there is no folder no/such;"),
+        ("policy: full", ".", "cannot write the plan to .: it is a directory;"),
     ],
 )
 def test_what_cannot_be_written_is_an_error_without_a_traceback(
@@ -149,7 +149,7 @@ def test_a_plan_is_for_one_layout(config: Path) -> None:
         config.write_text(dense + f"parallel: {{tp_size: {size}}}\nplan: tp.yaml\n")
         found = CliRunner().invoke(main.app, ["check", str(config)])
         assert found.exit_code == code, found.output
-    assert "layout: plan tp 2, model None" in found.output
+    assert "layout: plan tp 2, here whole layers in each process" in found.output
 
 
 NOTHING = "recompute: {mode: select, select_module: {'.*mlp': [0-3], '.*nothing': [0-3]}}\n"
@@ -178,6 +178,16 @@ def test_what_check_warns_of_is_said(config: Path, capfd: pytest.CaptureFixture[
     result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "plan.yaml", "--json"], catch_exceptions=False)
     (warning,) = json.loads(result.stdout)["warnings"]
     assert "matches no module and no op" in warning["problem"]
+    result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "plan.yaml"], catch_exceptions=False)
+    assert result.stderr.startswith("warning: line ")
+
+
+def test_hardware_counts_without_a_budget(config: Path) -> None:
+    config.write_text(HEAD + "policy: full\nhardware: h100-sxm\n")
+    result = CliRunner().invoke(main.app, ["plan", str(config), "-o", "plan.yaml", "--json"], catch_exceptions=False)
+    told = json.loads(result.stdout)
+    assert told["warnings"] == []
+    assert told["hardware"].startswith("h100-sxm")
 
 
 def test_a_plan_is_not_written_over_its_configuration(config: Path) -> None:

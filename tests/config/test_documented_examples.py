@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import get_args
+
 import pytest
 
 from actmem.config.loading import parse_config
 from actmem.config.rules import idle_settings
+from actmem.config.schema import ParallelConfig, ScheduleName
+from actmem.config.shown import shown
 from actmem.planning import Action
 from actmem.planning.sections import plan_of_sections
 
@@ -53,3 +59,12 @@ def test_the_scenario_loads_and_says_something(num_layers: int, text: str) -> No
     assert idle_settings(config) == ()
     assert {rule.action for rule in plan.rules} & {Action.RECOMPUTE, Action.SWAP}
     assert all(max(rule.layers or ()) < num_layers for rule in plan.rules)
+
+
+@pytest.mark.parametrize("page", ["scaling.md", "scaling.zh-CN.md"])
+def test_every_key_of_parallel_stands_on_its_page_with_its_default(page: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| `([\w.]+)` \|", text, re.MULTILINE))
+    defaults = {name: field.default for name, field in ParallelConfig.model_fields.items()}
+    assert rows == {name: value if isinstance(value, str) else shown(value) for name, value in defaults.items()}
+    assert all(f"`{schedule}`" in text for schedule in get_args(ScheduleName))

@@ -31,6 +31,7 @@ from actmem.config.stages import (
 )
 from actmem.config.wording import names_at
 from actmem.errors import ConfigError, Fault
+from actmem.parallel.world import refuse_other_number
 
 DENSE = "{name: qwen3-tiny, config: {tie_word_embeddings: false}}"
 MOE = "{name: qwen3-moe-tiny, config: {tie_word_embeddings: false, router_aux_loss_coef: 0}}"
@@ -474,6 +475,22 @@ def test_a_warning_says_why() -> None:
         "has no effect while parallel.tp_size is 1",
         "has no effect while parallel.pp_size is 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "number", "words"),
+    [
+        ({}, 2, ("is for 1 process, and 2 run", "dp_shard_size: 2, which", "dp_replicate_size: 2, which")),
+        ({"tp_size": 2}, 4, ("is for tp_size 2 = 2 processes, and 4 run", "--nproc 2", "dp_shard_size: 2, which")),
+        ({"dp_shard_size": 4}, 1, ("= 4 processes, and 1 runs", "--nproc 4", "sizes whose product is 1")),
+        ({"pp_size": 10**5000}, 2, ("sizes whose product is 2",)),
+    ],
+)
+def test_another_number_of_processes_says_what_to_set(sizes: dict[str, int], number: int, words: list[str]) -> None:
+    run = parse_config({"model": {"name": "qwen3-tiny"}, "data": {"path": ["a.txt"]}})
+    with pytest.raises(ConfigError) as refused:
+        refuse_other_number(run.model_copy(update={"parallel": ParallelConfig(**sizes)}), number)
+    assert all(each in str(refused.value) for each in words), refused.value
 
 
 def test_the_world_is_the_product_of_all_but_the_experts() -> None:

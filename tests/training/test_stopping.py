@@ -21,6 +21,13 @@ def test_the_first_signal_is_noted(number: signal.Signals, capfd: pytest.Capture
     assert "Stopping after this step" in capfd.readouterr().err
 
 
+def test_only_one_of_many_processes_answers(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopRequest(is_told=False) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wanted
+    assert capfd.readouterr().err == ""
+
+
 def test_the_second_stops_at_once() -> None:
     with StopRequest(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
