@@ -112,7 +112,8 @@ class Tape(DispatchMode):
             if tensor is None:
                 continue
             if isinstance(holder, Handle):
-                holder.is_source = id(tensor) in self._known
+                known = self._known.get(id(tensor))  # or that of a tensor that is gone, whose id was given again
+                holder.is_source = known is not None and known.origin() is tensor
             elif holder.address != address_of(tensor):
                 holder.version = LOST if storage_bytes(tensor) else FREED
             if type(tensor) is not Parameter and not self._swap_held(holder, tensor):

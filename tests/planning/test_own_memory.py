@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from actmem.graph import Graph
 from actmem.hardware import load_hardware
 from actmem.memory import measure_peak
 from actmem.models.building import build_model
+from actmem.planning import Action, Plan, Rule
 from actmem.planning.conditions import conditions_on
 from actmem.planning.planner import planner_for
 from actmem.tracing.trace import default_loss
@@ -86,6 +88,31 @@ class Conjugating(nn.Module):
         return hidden + self.out(torch.bmm(turned, product).abs())
 
 
+class Softened(torch.autograd.Function):
+    """A Function whose kernels nobody sees; what it saves is its operand."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        ctx.save_for_backward(given)
+        return torch.tanh(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (given,) = ctx.saved_tensors
+        made: Tensor = gradient * (1 - torch.tanh(given) ** 2)
+        return made
+
+
+class Softening(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        softened: Tensor = Softened.apply(self.up(self.norm(hidden)))  # type: ignore[no-untyped-call]
+        return hidden + self.down(softened)
+
+
 class Naming(nn.Module):
     """Its code has a name, to the end of the call, for something large that is read early."""
 
@@ -144,10 +171,12 @@ CASES = {
     "GPT-2, eager": (partial(narrow_gpt2, "eager"), {"input_ids": torch.zeros(4, 256, dtype=torch.int64)}, 0.0, 0.0),
     "a mask": (lambda: Stack(Selecting), {"hidden": torch.ones(4, 128, 64)}, 0.0, 0.35),
     "conjugates": (lambda: Stack(Conjugating), {"hidden": torch.ones(4, 128, 64)}, 0.0, 0.0),
+    "a Function": (lambda: Stack(Softening), {"hidden": torch.ones(4, 128, 64)}, 0.0, 0.0),
     "names": (lambda: Stack(Naming), {"hidden": torch.ones(4, 256, 64)}, 0.0, 0.0),
 }
 """Model, batch, and by how much the prediction may be too low, and too high: where a kernel takes less on some operands
 than on others of the same shapes, the most is taken for all of them."""
+OWN_PLANS = {"a Function": [Plan("up", (Rule(".*", Action.RECOMPUTE), Rule("up.*", Action.SAVE, (3,))))]}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -162,9 +191,9 @@ def test_peaks_are_predicted(case: str) -> None:
 
     hardware = load_hardware("cpu").model_copy(update={"num_threads": 1})
     planner = planner_for(actmem.trace(model, batch, regions=regions), conditions_on(hardware, tiers=()))
-    for policy in POLICIES:
+    for policy in (*POLICIES, *OWN_PLANS.get(case, ())):
         share = planner.budget_of(policy) if isinstance(policy, float) else 0
-        plan = planner.plan(max(share, planner.least_peak_bytes)).plan if share else str(policy)
+        plan = planner.plan(max(share, planner.least_peak_bytes)).plan if share else policy
         predicted = planner.simulate(plan).peak_bytes - planner.standing_bytes
         with actmem.apply(model, plan, regions=regions):
             for _ in range(2):
