@@ -25,6 +25,7 @@ from actmem.planning.simulator import Simulator
 from actmem.planning.terrain import Terrain
 from actmem.units import format_bytes
 
+_SHARED = ("parameters", "gradients", "optimizer")
 _BUDGETS = "bytes such as '60GiB', a share of the activations such as 0.4 or '40%', or auto"
 
 
@@ -271,13 +272,24 @@ class Planner:
 
     def _remedies(self, peak: Moment) -> Iterator[str]:
         """What lowers the least peak: swapping only where other layers hold at that moment what is large enough to be
-        swapped, and another loss only where this one holds all logits then."""
+        swapped, another loss only where this one holds all logits then, more devices only where most of it is what they
+        would share, and a smaller batch unless that is the gradient of an embedding."""
         if not self._tiers and peak.bytes_by_use.get(HELD, 0) > self._min_swap_bytes:
             yield "swapping (hardware with a link, or memory.tier: disk)"
-        if peak.where.startswith("behind the layers") and self._holds_all_logits():
+        if "behind the layers" in peak.where and self._holds_all_logits():
             yield "model.loss: chunked, which never holds all logits"
-        yield "a smaller train.micro_batch_size"
-        yield "a shorter data.sequence_length"
+        shared = 2 * sum(peak.bytes_by_use.get(use, 0) for use in _SHARED) > peak.num_bytes
+        if shared:
+            yield "more devices that share parameters (parallel.dp_shard_size)"
+        if not (shared and "before layer 0, backward" in peak.where):
+            yield self._smaller_batch
+            yield "a shorter data.sequence_length"
+
+    @property
+    def _smaller_batch(self) -> str:
+        if self.simulator.repeats > 1:
+            return "more parallel.pp_microbatches, or a smaller train.micro_batch_size"
+        return "a smaller train.micro_batch_size"
 
     def _holds_all_logits(self) -> bool:
         step = self.graph.step

@@ -23,10 +23,13 @@ def export_model(model: PreTrainedModel, tokenizer: Tokenizer, target: Path) -> 
     Raises `CheckpointError` where it cannot be written.
     """
     model.config.use_cache = True  # off only while training
+    _name_the_end(model, tokenizer)
     try:
         with writing_directory(target) as directory:
             model.save_pretrained(directory)
             tokenizer.fast.save_pretrained(directory)
+            for weights in directory.glob("*.safetensors"):  # safetensors leaves them to their owner alone
+                weights.chmod((directory / "config.json").stat().st_mode)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the trained model cannot be written to {target}: {error}; free space and start the run again: it goes on "
@@ -34,6 +37,13 @@ def export_model(model: PreTrainedModel, tokenizer: Tokenizer, target: Path) -> 
         ) from error
     finally:
         model.config.use_cache = False
+
+
+def _name_the_end(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """A model that knows no token that ends a text ends one with that of the tokenizer it was trained on."""
+    for config in (model.config, model.generation_config):
+        if config is not None and config.eos_token_id is None:
+            config.eos_token_id = tokenizer.fast.eos_token_id
 
 
 def gather_model(

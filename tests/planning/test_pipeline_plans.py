@@ -81,7 +81,21 @@ def test_every_rank_that_cannot_meet_a_budget_says_so() -> None:
         planner_of().within(2**20)
     lines = str(caught.value).splitlines()
     assert [line.partition(",")[0] for line in lines] == ["rank 0 of the pipeline", "rank 1 of the pipeline"]
-    assert all("the least possible is" in line for line in lines)
+    assert all("the least possible is" in line and "more parallel.pp_microbatches" in line for line in lines)
+
+
+def test_swapped_bytes_are_those_that_the_engine_swaps() -> None:
+    """What is needed at once stays: all of the last stage under 1F1B."""
+    planner = PipelinePlanner(planner_of().simulator, min_swap_bytes=0)
+    first, last = planner.simulate("attention-swap").ranks
+    assert first.swapped_bytes > last.swapped_bytes == 0
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_what_a_peak_is_made_of_adds_up(schedule: str) -> None:
+    for rank in planner_of(schedule).unplanned.ranks:
+        assert min(rank.peak.bytes_by_use.values()) > 0
+        assert rank.peak.bytes_by_use["gradients"] > 0
 
 
 def test_a_budget_above_everything_is_no_plan() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoTokenizer
 
 from actmem.config.schema import ModelConfig, RecomputeConfig, RunConfig
 from actmem.errors import CheckpointError, ConfigError, DataError, NonFiniteError
@@ -69,6 +70,8 @@ def test_the_trained_model_is_a_hugging_face_directory(make_config: MakeConfig) 
     for name, tensor in load_file(result.checkpoint / "model.safetensors").items():
         assert torch.equal(model.get_parameter(name), tensor)
     assert (result.model_dir / "tokenizer.json").is_file()
+    assert len({each.stat().st_mode for each in result.model_dir.iterdir()}) == 1, "all may read what one may"
+    assert model.config.eos_token_id == AutoTokenizer.from_pretrained(result.model_dir).eos_token_id
 
 
 def test_the_same_run_twice_gives_the_same_bytes(make_config: MakeConfig) -> None:
