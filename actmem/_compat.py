@@ -168,6 +168,11 @@ def is_fake(kind: type) -> bool:
     return issubclass(kind, FakeTensor)
 
 
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that says that its numbers are to be negated."""
+    return torch._neg_view(tensor)
+
+
 def is_ragged(kind: type) -> bool:
     """Whether a tensor type is torch's nested one of the jagged layout."""
     return issubclass(kind, NestedTensor)

@@ -230,12 +230,14 @@ class _Backward:
 
     def run(self) -> None:
         """All of it."""
+        picked_up: set[int] = set()
         for op in self._graph.backward:
             for position in op.unpacks:
                 self._pick_up(self._graph.packed[position])
+            picked_up.update(op.unpacks)
             self._run_step_op(op)
             for position in op.releases:
-                self._let(self._graph.packed[position])
+                self._let(self._graph.packed[position], was_picked_up=position in picked_up)
 
     def _run_step_op(self, op: StepOp) -> None:
         seconds = self._costs.step_op_seconds(op)
@@ -260,9 +262,9 @@ class _Backward:
             self._pins[storage] += 1
             self._count_use(value)
 
-    def _let(self, value: int) -> None:
+    def _let(self, value: int, *, was_picked_up: bool) -> None:
         storage = self._graph.values[value].storage
-        if storage in self._fates.swapped or self._is_remade(storage):
+        if was_picked_up and (storage in self._fates.swapped or self._is_remade(storage)):
             self._pins[storage] -= 1
             self._free_if_idle(storage)
         for source in self._sources_of(value):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmem._compat import is_profiling, local_part, storage_bytes, storage_id
+from actmem._compat import is_profiling, local_part, negated, storage_bytes, storage_id
 from actmem.graph import COMMUNICATION
 from actmem.memory import peaks_of_calls
 from actmem.runtime.kinds import Kind
@@ -124,7 +124,7 @@ class _Look:
         make = torch.ones if self.dtype is torch.bool else torch.zeros
         made = make(last + 1 if all(self.shape) else 0, dtype=self.dtype, device=device)
         made = made.as_strided(self.shape, self.stride)
-        made = torch._neg_view(made) if self.is_neg else made
+        made = negated(made) if self.is_neg else made
         return made.conj() if self.is_conj else made
 
 

@@ -113,6 +113,18 @@ class Softening(nn.Module):
         return hidden + self.down(softened)
 
 
+class Judging(nn.Module):
+    """What autograd saves of a figure that is only looked at goes with it, and is never asked for."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        largest = self.norm(hidden).abs().max().detach()
+        return hidden + self.down(functional.gelu(self.up(hidden) * float(largest > 0)))
+
+
 class Naming(nn.Module):
     """Its code has a name, to the end of the call, for something large that is read early."""
 
@@ -169,9 +181,10 @@ CASES = {
     "a weight used twice": (lambda: Stack(Sharing), {"hidden": torch.ones(1, 32, 256)}, 0.0, 0.0),
     "GPT-2": (partial(narrow_gpt2, "sdpa"), {"input_ids": torch.zeros(4, 256, dtype=torch.int64)}, 0.0, 0.0),
     "GPT-2, eager": (partial(narrow_gpt2, "eager"), {"input_ids": torch.zeros(4, 256, dtype=torch.int64)}, 0.0, 0.0),
-    "a mask": (lambda: Stack(Selecting), {"hidden": torch.ones(4, 128, 64)}, 0.0, 0.35),
+    "a mask": (lambda: Stack(Selecting), {"hidden": torch.ones(4, 128, 64)}, 0.0, 0.5),
     "conjugates": (lambda: Stack(Conjugating), {"hidden": torch.ones(4, 128, 64)}, 0.0, 0.0),
     "a Function": (lambda: Stack(Softening), {"hidden": torch.ones(4, 128, 64)}, 0.0, 0.0),
+    "a figure": (lambda: Stack(Judging), {"hidden": torch.ones(4, 128, 64)}, 0.0, 0.2),
     "names": (lambda: Stack(Naming), {"hidden": torch.ones(4, 256, 64)}, 0.0, 0.0),
 }
 """Model, batch, and by how much the prediction may be too low, and too high: where a kernel takes less on some operands
