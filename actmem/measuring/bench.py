@@ -34,6 +34,7 @@ from actmem.tracing import trace_layers
 from actmem.training.loss import next_token_loss
 from actmem.training.packing import Batch
 
+_WRITING_SECONDS = 10.0  # for what a step has left to be written
 WARM_UP = 2  # a layer whose first call was an exception is learned again in the second
 OnStep = Callable[[str], None]
 
@@ -137,6 +138,12 @@ class _Contender:
             self._counts.append(self._applied.stats.swap)
         return loss.detach()
 
+    def _whole_step(self) -> None:
+        """A step, and what is left of its copies: one that nobody waits for may still be written when it is over."""
+        self.step()
+        if self._applied is not None and self._applied.swapper is not None:
+            self._applied.swapper.wait_until_empty(_WRITING_SECONDS)
+
     def copied(self, rounds: int) -> SwapCounters | None:
         """What the last `rounds` steps copied, in the middle."""
         if not self._counts:
@@ -148,7 +155,7 @@ class _Contender:
         """The peak of one step, and what its layers held."""
         before = self._num_replayed_ops()
         try:
-            peak = measure_peak(self.step, self._model.device)
+            peak = measure_peak(self._whole_step, self._model.device)
         except MeasurementError as error:
             raise MeasurementError(f"policy {self.policy}: {error}") from error
         if self._applied is None:

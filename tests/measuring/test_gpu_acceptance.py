@@ -28,7 +28,7 @@ def test_a_stack_of_each_family_is_measured_and_shown(monkeypatch: pytest.Monkey
     ]
     for result, _ in stacks:
         assert not result.disagreeing
-        assert result["attention-swap"].swap is not None and result["attention-swap"].swap.bytes_out > 0
+        assert result["attention-swap"].swap is not None and result["attention-swap"].swap.num_begun > 0
     text = gpu_acceptance._text(Machine.here_and_now(), "cpu", [], stacks, None)
     assert "2 layers of qwen3-8b" in text and "attention-swap" in text
 

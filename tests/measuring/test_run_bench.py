@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from actmem.config.schema import MemoryConfig
 from actmem.errors import MeasurementError, PlanError
 from actmem.measuring import BenchResult, bench, run_bench
 from actmem.measuring.agreement import Agreement
 from actmem.measuring.bench import num_steps, random_batch, with_own_modules
 from actmem.runtime.intercept import is_planned
+from actmem.runtime.swap.scratch_file import ScratchFile
 
 POLICIES = ("selective", "mlp", "full", "torch-sac", "torch-full")
 TOKENS = 64
@@ -146,3 +150,19 @@ def test_random_tokens_depend_on_the_seed_alone(make_model: Callable[[str], PreT
     assert torch.equal(first.inputs[:, 1:], first.targets[:, :-1])
     tokens: Tensor = first.inputs
     assert tokens.shape == (2, 8) and int(tokens.max()) < model.config.vocab_size
+
+
+def test_a_copy_that_is_still_written_when_a_step_is_over_is_none_of_what_it_leaves(
+    make_model: Callable[[str], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = ScratchFile.write
+
+    def slowly(*arguments: Any) -> None:
+        write(*arguments)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(ScratchFile, "write", slowly)
+    model = make_model("dense")
+    memory = MemoryConfig(min_swap_bytes=0)
+    result = run_bench(model, random_batch(model, 16, TOKENS), ["layer-swap"], setting="", rounds=1, memory=memory)
+    assert result["layer-swap"].swap is not None and result["layer-swap"].swap.num_begun > 0

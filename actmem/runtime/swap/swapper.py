@@ -31,6 +31,7 @@ from actmem.runtime.swap.counters import SwapCounters
 from actmem.runtime.swap.storage import SwapOrder, SwappedStorage, SwappedView, bytes_of, can_be_swapped
 from actmem.runtime.swap.tier import Copy, SwapTier, SwapWarning
 
+_MOMENT_S = 1e-3
 _FORKED = (
     "the process was forked after the plan was applied, and the tiers belong to its parent; nothing is swapped here: "
     "apply the plan in the new process, or fork before"
@@ -103,6 +104,12 @@ class Swapper:
             counters.pool_growths += usage.num_growths
             setattr(counters, f"{name}_high_water_bytes", usage.high_water_bytes)
         return counters
+
+    def wait_until_empty(self, seconds: float) -> None:
+        """Wait until no place is taken, by a copy that still runs or by what is away, but no longer than `seconds`."""
+        until = time.monotonic() + seconds
+        while any(tier.usage().used_bytes for tier in self._tiers.values()) and time.monotonic() < until:
+            time.sleep(_MOMENT_S)
 
     def enter_group(self, group: Hashable, *, swaps: bool = True) -> None:
         """Calls from now on belong to `group`; without `swaps`, what they save stays."""
