@@ -117,7 +117,7 @@ class Outcome:
     steps: list[Step]
     collectives: list[list[str]]
     dropped_bytes: int = 0
-    swapped_bytes: int = 0
+    num_swapped: int = 0
     whole: list[Step] = field(default_factory=list)
     norm: float = 0.0
     clipped: dict[str, Tensor] = field(default_factory=dict)
@@ -215,7 +215,7 @@ def run_on_rank(case: Case, plan: str | Plan | None, *, late: bool = False) -> O
     if applied is not None:
         stats = applied.stats
         applied.remove()
-        return Outcome(steps, collectives, stats.dropped_bytes, stats.swap.bytes_out)
+        return Outcome(steps, collectives, stats.dropped_bytes, stats.swap.num_begun)
     norm = clip_gradients(model.parameters(), GRAD_LIMIT, mesh)
     return Outcome(steps, collectives, whole=whole, norm=norm, clipped=_whole(model))
 

@@ -96,7 +96,7 @@ def test_invariant_01_a_plan_changes_no_bit_and_no_collective(
         assert expected.collectives[0], "nothing was communicated"
         assert planned.collectives == expected.collectives
         assert (planned.dropped_bytes > 0) == (plan != "attention-swap")
-        assert (planned.swapped_bytes > 0) == (plan in ("attention-swap", "mixed"))
+        assert (planned.num_swapped > 0) == (plan in ("attention-swap", "mixed"))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES[2].items() if case.idle])

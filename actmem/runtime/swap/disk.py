@@ -9,6 +9,7 @@ import functools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -59,12 +60,14 @@ class DiskTier:
         self.reader = reader or ThreadPoolExecutor(num_threads, "actmem-read")
         self.writing = BusyTime()
         self.reading = BusyTime()
+        self._orphans: deque[tuple[Future[None], Tensor]] = deque()
         self._ranges = RangeAllocator(
             self.file.grow, granularity=BLOCK, limit=limit, min_slab=_MIN_SLAB, max_slab=_MAX_SLAB
         )
 
     def offload(self, data: Tensor) -> DiskCopy | None:
         """Start writing `data`."""
+        self._let_orphans_go()
         ranges = self.reserve(data)
         return None if ranges is None else DiskCopy(self, data, ranges)
 
@@ -74,7 +77,19 @@ class DiskTier:
 
     def usage(self) -> RangeAllocator:
         """What of the file is in use."""
+        self._let_orphans_go()
         return self._ranges
+
+    def adopt(self, write: Future[None], data: Tensor) -> None:
+        """Keep memory that is still written though nobody asks for it any more, so that it is freed by a thread that
+        computes, and not by one that writes."""
+        self._orphans.append((write, data))
+
+    def _let_orphans_go(self) -> None:
+        for _ in range(len(self._orphans)):  # others may be adopted meanwhile
+            write, data = self._orphans.popleft()
+            if not write.done():
+                self._orphans.append((write, data))
 
 
 class DiskCopy:
@@ -85,15 +100,16 @@ class DiskCopy:
         self.ranges = ranges
         self._num_bytes = data.numel()
         self._skip = data.data_ptr() % BLOCK
-        self._keep = [data]
+        self._data: Tensor | None = data
         write = functools.partial(tier.file.write, data.data_ptr(), data.numel(), ranges)
-        self._write = tier.writer.submit(_copy, self._keep, write, tier.writing, after)
+        self._write = tier.writer.submit(_write, tier, write, after)
         self._last: Future[None] = self._write
 
     def has_left(self, calls_since: int) -> bool:
         """Whether all of it is in the file."""
         if not self._write.done():
             return False
+        self._data = None
         self._write.result()
         self.tier.counters.copy_out_seconds = self.tier.writing.seconds
         return True
@@ -102,7 +118,7 @@ class DiskCopy:
         """Give up a write that has not begun."""
         withdrawn = self._write.cancel()
         if withdrawn:
-            self._keep.clear()
+            self._data = None
         return withdrawn
 
     def begin_reload(self, empty: Callable[[int], Tensor] | None = None) -> DiskReload:
@@ -111,7 +127,7 @@ class DiskCopy:
         room = torch.empty(size, dtype=torch.uint8) if empty is None else empty(size)
         first_block = -room.data_ptr() % BLOCK
         read = functools.partial(self.tier.file.read, room.data_ptr() + first_block, self.ranges)
-        self._last = self.tier.reader.submit(_copy, [room], read, self.tier.reading)
+        self._last = self.tier.reader.submit(_read, [room], read, self.tier.reading)
         begin = first_block + self._skip
         return DiskReload(self.tier, self._last, room[begin : begin + self._num_bytes])
 
@@ -123,7 +139,8 @@ class DiskCopy:
     def __del__(self) -> None:
         if not hasattr(self, "_last"):
             return
-        self.withdraw()
+        if not self.withdraw() and self._data is not None and not self._write.done():
+            self.tier.adopt(self._write, self._data)
         ranges, allocator = self.ranges, self.tier.usage()
         self._last.add_done_callback(lambda future: allocator.free(ranges))
 
@@ -169,13 +186,19 @@ class BusyTime:
                 self.seconds += time.perf_counter() - self._since
 
 
-def _copy(keep: list[Tensor], move: Callable[[], None], busy: BusyTime, after: Mark | None = None) -> None:
-    """Move memory that must not go meanwhile: `keep` holds it, and lets it go before the work counts as done, so that
+def _write(tier: DiskTier, move: Callable[[], None], after: Mark | None) -> None:
+    """Write memory that the copy keeps meanwhile, or the tier, which this keeps, if the copy is gone."""
+    if after is not None:
+        after.synchronize()
+    with tier.writing:
+        move()
+
+
+def _read(room: list[Tensor], move: Callable[[], None], busy: BusyTime) -> None:
+    """Fill memory that must not go meanwhile: `room` holds it, and lets it go before the work counts as done, so that
     it is freed by the thread that computes."""
     try:
-        if after is not None:
-            after.synchronize()
         with busy:
             move()
     finally:
-        keep.clear()
+        room.clear()

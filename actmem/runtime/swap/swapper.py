@@ -110,6 +110,8 @@ class Swapper:
         until = time.monotonic() + seconds
         while any(tier.usage().used_bytes for tier in self._tiers.values()) and time.monotonic() < until:
             time.sleep(_MOMENT_S)
+        for tier in self._tiers.values():
+            tier.usage()  # lets go of what had to be kept for its copy
 
     def enter_group(self, group: Hashable, *, swaps: bool = True) -> None:
         """Calls from now on belong to `group`; without `swaps`, what they save stays."""
