@@ -262,8 +262,10 @@ class StepRecorder(DispatchMode):
     @contextmanager
     def _not_watching(self) -> Iterator[None]:
         self._is_watching = False
-        yield
-        self._is_watching = True
+        try:
+            yield
+        finally:
+            self._is_watching = True
 
     def _unpack(self, saved: _Saved) -> Tensor:
         place = saved.place

@@ -5,6 +5,7 @@ Memory of the CPU goes straight to the file and back. `StagedTier` puts host mem
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -67,12 +68,12 @@ class DiskTier:
 
     def offload(self, data: Tensor) -> DiskCopy | None:
         """Start writing `data`."""
-        self._let_orphans_go()
         ranges = self.reserve(data)
         return None if ranges is None else DiskCopy(self, data, ranges)
 
     def reserve(self, data: Tensor) -> tuple[Range, ...] | None:
         """Room in the file for `data`, for a `DiskCopy`; ``None`` where there is too little."""
+        self._let_orphans_go()
         return self._ranges.allocate(num_block_bytes(data.data_ptr(), data.numel()))
 
     def usage(self) -> RangeAllocator:
@@ -86,10 +87,11 @@ class DiskTier:
         self._orphans.append((write, data))
 
     def _let_orphans_go(self) -> None:
-        for _ in range(len(self._orphans)):  # others may be adopted meanwhile
-            write, data = self._orphans.popleft()
-            if not write.done():
-                self._orphans.append((write, data))
+        with contextlib.suppress(IndexError):  # another thread may be faster; others may be adopted meanwhile
+            for _ in range(len(self._orphans)):
+                write, data = self._orphans.popleft()
+                if not write.done():
+                    self._orphans.append((write, data))
 
 
 class DiskCopy:
