@@ -25,6 +25,16 @@ from actmem.runtime import apply
 from actmem.tracing.assembly import assemble, with_standing_input
 from actmem.tracing.kernels import Kernels
 from actmem.tracing.recorder import StepRecorder
+from actmem.tracing.refusals import (
+    UnevenError,
+    is_without_numbers,
+    refuse_no_loss,
+    refuse_odd_arguments,
+    refuse_other_needs,
+    refuse_uneven,
+    refuse_unlike,
+    refuse_what_is_no_step,
+)
 from actmem.tracing.sharding import WHOLE, Sharding
 from actmem.tracing.structure import class_of, first_of_each, numbered, until_all_ran
 
@@ -89,34 +99,12 @@ def _trace(
     kernels_on: torch.device | None,
     gradient: str | None = None,
 ) -> Graph:
-    _refuse_odd_arguments(model, batch, loss)
+    refuse_odd_arguments(model, batch, loss)
     step = partial(_trace_step, model, batch, loss=loss, sharding=sharding, kernels_on=kernels_on, gradient=gradient)
     try:
         return step(trace_layers(model, batch, loss=loss, regions=regions), alike=True)
-    except _UnevenError:  # layers that are built alike need not save alike: gradients may reach some of them alone
+    except UnevenError:  # layers that are built alike need not save alike: gradients may reach some of them alone
         return step(trace_layers(model, batch, loss=loss, regions=regions, each=True), alike=False)
-
-
-def _refuse_odd_arguments(model: object, batch: object, loss: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ApplyError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
-    if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
-        raise ApplyError(
-            f"batch is a {type(batch).__name__}; allowed: a mapping of the model's keyword arguments, such as "
-            '{"input_ids": tokens, "labels": tokens}'
-        )
-    if loss is not None and not callable(loss):
-        raise ApplyError(f"loss is a {type(loss).__name__}; allowed: a function of the model and the batch")
-    given = [each for each in batch.values() if isinstance(each, Tensor)]
-    if any(each.is_meta for each in given) and not _is_without_numbers(model):
-        raise ApplyError(
-            "the batch is on the meta device, and the model has numbers; give it real tensors, or trace the model on "
-            "the meta device as well"
-        )
-
-
-class _UnevenError(ApplyError):
-    """A layer saved another number of tensors than the one that was traced for it, or was given others."""
 
 
 def _trace_step(
@@ -138,7 +126,7 @@ def _trace_step(
         layers = [model.get_submodule(name) for name in names]
         given = [each for each in arguments.values() if isinstance(each, Tensor)]
         recorder = StepRecorder(
-            layers, (*leaves, *buffers, *given), copies=not _is_without_numbers(model), kernels=kernels
+            layers, (*leaves, *buffers, *given), copies=not is_without_numbers(model), kernels=kernels
         )
         num_ranks = map(sharding.num_ranks, model.parameters())
         with recorder.recording(
@@ -146,17 +134,17 @@ def _trace_step(
         ):
             lost = run(loss or default_loss, arguments)
             if gradient is None:
-                _refuse_no_loss(lost)
+                refuse_no_loss(lost)
             recorder.begin_backward()
             with _out_of_autocast(device):
                 lost.backward(None if gradient is None else arguments[gradient])
         del lost
-    _refuse_uneven(names, graph, recorder)
-    _refuse_what_is_no_step(names, recorder)
-    if _is_without_numbers(model):
+    refuse_uneven(names, graph, recorder)
+    refuse_what_is_no_step(names, recorder)
+    if is_without_numbers(model):
         if alike:
-            _refuse_other_needs(graph, recorder)
-        _refuse_unlike(graph, recorder)
+            refuse_other_needs(graph, recorder)
+        refuse_unlike(graph, recorder)
     tokens = next((each.numel() for each in batch.values() if isinstance(each, Tensor)), 0)
     with _random_state_kept(device):
         scratch = {} if kernels is None else kernels.scratch_bytes()
@@ -176,7 +164,7 @@ def trace_layers(
     device = _device_of(model)
     with torch.enable_grad(), apply(model, "none", regions=regions, memory={"verify": "off"}) as applied:
         layers = {name: model.get_submodule(name) for name in applied.regions}
-        alike = _is_without_numbers(model) and not each and all(one.requires_grad for one in model.parameters())
+        alike = is_without_numbers(model) and not each and all(one.requires_grad for one in model.parameters())
         firsts = first_of_each(layers) if alike else {name: name for name in layers}
         with _random_state_kept(device), _at_hand(model, batch) as (run, _, _, arguments):
             with until_all_ran([layers[name] for name in dict.fromkeys(firsts.values())]):
@@ -187,7 +175,7 @@ def trace_layers(
             raise ApplyError(
                 "the loss runs none of the layers; it has to run the model, and to give a tensor of one number"
             )
-        if _is_without_numbers(model):
+        if is_without_numbers(model):
             graphs = {name: _without_questions(graph) for name, graph in graphs.items()}
         return replace(_sort_by_kind(model, graphs), made_for=applied.plan.fingerprint)
 
@@ -224,7 +212,7 @@ def _usable(device: torch.device | str) -> torch.device:
 
 
 def _kernels_of(model: nn.Module, device: torch.device | None) -> Kernels | None:
-    if device is None and _is_without_numbers(model):
+    if device is None and is_without_numbers(model):
         return None
     return Kernels(device or _device_of(model))
 
@@ -242,10 +230,6 @@ def _out_of_autocast(device: torch.device) -> Iterator[None]:
     torch.clear_autocast_cache()
     with torch.autocast(device.type, enabled=False):
         yield
-
-
-def _is_without_numbers(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
 
 
 _Run = Callable[[Loss, Mapping[str, object]], Tensor]
@@ -270,7 +254,7 @@ def _at_hand(
     ones for a model without numbers, and else the model's own numbers. Gradients and edits of buffers stay out of the
     model."""
     wrapped = _LossOf(model)
-    if _is_without_numbers(model):
+    if is_without_numbers(model):
         products = LifelikeFakes()  # type: ignore[no-untyped-call]
         with _explaining(model), one_sequence_a_row(), FakeTensorMode(allow_non_fake_inputs=True), products:
             parameters = _in_place_of(_slots(wrapped, "_parameters"), _fake)
@@ -309,75 +293,6 @@ def _in_place_of(slots: Mapping[str, Tensor], make: Callable[[Tensor], Tensor]) 
 
 def _each_once(slots: Mapping[str, Tensor]) -> list[Tensor]:
     return list({id(each): each for each in slots.values()}.values())
-
-
-def _refuse_no_loss(lost: object) -> None:
-    if not isinstance(lost, Tensor):
-        problem = f"is a {type(lost).__name__}"
-    elif lost.numel() != 1:
-        problem = f"has the shape {'x'.join(map(str, lost.shape))}"
-    elif lost.is_complex():
-        problem = "is complex"
-    elif not lost.requires_grad:
-        problem = "has no gradient: nothing that it comes from is trained"
-    else:
-        return
-    raise ApplyError(
-        f"the loss {problem}; allowed: a tensor of one real number that parameters of the model have a part in"
-    )
-
-
-def _refuse_uneven(names: Sequence[str], graph: Graph, recorder: StepRecorder) -> None:
-    uneven = [name for name, count in zip(names, recorder.num_calls, strict=True) if count != 1]
-    if uneven:
-        raise ApplyError(
-            f"{uneven[0]} ran {recorder.num_calls[names.index(uneven[0])]} times in one step; a step is planned for "
-            "layers that run once each: name others in regions=, or choose a policy by name"
-        )
-    for name, count in zip(names, recorder.num_packed, strict=True):
-        if count != len(graph.of_layer(name).packed):
-            raise _UnevenError(
-                f"{name} saved {len(graph.of_layer(name).packed)} tensors in one pass and {count} in the next; a step "
-                "is planned for layers that do the same each time"
-            )
-
-
-def _refuse_what_is_no_step(names: Sequence[str], recorder: StepRecorder) -> None:
-    """A step is a forward pass through the layers in their order, then a backward pass, of tensors that are seen."""
-    order = [names[layer] for layer in recorder.order]
-    if order != list(names):
-        listed, runs = next((one, other) for one, other in zip(names, order, strict=True) if one != other)
-        problem = f"{runs} runs where {listed} is listed: name the layers in the order in which they run, in regions="
-    elif recorder.went_back_early is not None:
-        name = names[recorder.went_back_early]
-        problem = f"{name} takes part in a backward pass before the forward pass is done: choose a policy by name"
-    elif recorder.strangers:
-        kinds = ", ".join(sorted(recorder.strangers))
-        problem = f"what a {kinds} holds is not seen by a trace: choose a policy by name"
-    else:
-        return
-    raise ApplyError(f"no step can be planned: {problem}")
-
-
-def _refuse_other_needs(graph: Graph, recorder: StepRecorder) -> None:
-    """What needs no gradient is no layer's own: layers that are given such as others are not are of another kind."""
-    needs: dict[str, tuple[bool, ...]] = {}
-    for layer, (name, kind) in enumerate(graph.layers.items()):
-        if recorder.needs[layer] != needs.setdefault(kind, recorder.needs[layer]):
-            raise _UnevenError(f"{name} is built like the others of its kind, but other inputs of it need gradients")
-
-
-def _refuse_unlike(graph: Graph, recorder: StepRecorder) -> None:
-    """Layers that are built alike were traced once; they must have run the same ops."""
-    run_by_kind: dict[str, tuple[str, list[str]]] = {}
-    for layer, (name, kind) in enumerate(graph.layers.items()):
-        ops = [op.signature for op in recorder.ops_of(layer)]
-        first, expected = run_by_kind.setdefault(kind, (name, ops))
-        if ops != expected:
-            raise ApplyError(
-                f"{name} is built like {first} but runs other ops; a step is planned for layers that do what their "
-                "modules tell: choose a policy by name"
-            )
 
 
 @contextmanager
