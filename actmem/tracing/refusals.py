@@ -1,5 +1,5 @@
-"""What is no step to plan: odd arguments, losses without gradients, and layers that do not run once, in their order, and
-like the others that are built like them."""
+"""What is no step to plan: odd arguments, a loss without a gradient, and layers that do not run once, in their order,
+and like those that are built alike."""
 
 from __future__ import annotations
 
